@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
@@ -71,6 +72,8 @@ class Options(TypedDict, total=False):
     device_memory: int | str | None
     model_data_memory: int | str | None
     host_memory: int | str | None
+    disk_path: str | Path | None
+    disk_memory: int | str | None
     rank_timeout: float
     ignore_unused_parameters: bool
 
@@ -92,7 +95,7 @@ class Settings:
     Args:
         shard_strategy: what a unit is; an instance, a class or "tensor", "bucket", "chunk". None: "chunk".
         stage: 3 shards parameters, gradients and optimizer state; 2 the last two; 1 the last; 0 nothing.
-        tensor_placement_policy: "auto", "cpu", "cuda", "static", or an object with `name` and
+        tensor_placement_policy: "auto", "cpu", "cuda", "static", "disk", or an object with `name` and
             `place(demand, budget_bytes)`.
         shard_param_frac: with "static": see `StaticPolicy`. None: 1.0.
         offload_optim_frac: likewise. None: 0.0.
@@ -142,6 +145,10 @@ class Settings:
         device_memory: bytes that this process may hold on the device at most, activations included. None: what is free.
         model_data_memory: bytes of it that chunks may take. None: what is left of device_memory after activations.
         host_memory: bytes that chunks may take on the host. None: what is free.
+        disk_path: a folder on a local disk for masters and optimizer state that find no room on the host, or for all of
+            them with tensor_placement_policy="disk". Each rank has a file there that nobody else sees and that ends
+            with the process. Results do not change. None: nothing rests on a disk.
+        disk_memory: bytes that chunks may take there. None: what is free.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
         ignore_unused_parameters: False makes `optimizer.step()` raise if a trainable parameter got no gradient on any
             rank since the last step, and name all that did not.
@@ -176,6 +183,8 @@ class Settings:
     device_memory: int | str | None = None
     model_data_memory: int | str | None = None
     host_memory: int | str | None = None
+    disk_path: str | Path | None = None
+    disk_memory: int | str | None = None
     rank_timeout: float = 600.0
     ignore_unused_parameters: bool = True
 
@@ -187,8 +196,9 @@ class Settings:
         self._check_dtypes()
         check_device("device", self.device)
         # The class is frozen, so the checks write past it: they leave one form of each value, such as bytes for "8GiB".
-        for name in BUDGETS:
+        for name in (*BUDGETS, "disk_memory"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        self._check_disk()
         part, whole = self.budget_bytes("model_data_memory"), self.budget_bytes("device_memory")
         if part is not None and whole is not None and part > whole:
             raise ValueError(f"model_data_memory={part} is more than device_memory={whole}")
@@ -223,7 +233,7 @@ class Settings:
         return replace(self, tensor_placement_policy=policy, **none)
 
     def budget_bytes(self, name: str) -> int | None:
-        """One of the three budgets, in bytes. Local; raises nothing."""
+        """One of the budgets, in bytes. Local; raises nothing."""
         return parse_bytes(getattr(self, name), name)
 
     def gathers(self, world_size: int) -> bool:
@@ -291,6 +301,14 @@ class Settings:
                     f"{name}={value} belongs to tensor_placement_policy={wanted!r}, found {policy.name!r}: leave one "
                     "of the two out"
                 )
+
+    def _check_disk(self) -> None:
+        if self.disk_path is not None and not isinstance(self.disk_path, (str, Path)):
+            raise TypeError(f"disk_path must be a folder, found {self.disk_path!r}")
+        if self.disk_path is None and self.disk_memory is not None:
+            raise ValueError(f"disk_memory={self.disk_memory} needs disk_path=, a folder on a local disk")
+        if self.disk_path is None and self.policy.name == "disk":
+            raise ValueError("tensor_placement_policy='disk' needs disk_path=, a folder on a local disk")
 
     def _check_ignored(self) -> None:
         names = self.ignored_parameters

@@ -28,12 +28,12 @@ BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
         GRADIENT: (8, 205, 18, 9),
         OPERATOR: (14, 556, 74, 9),
         "backward's fetch": (8, 193, 21, 6),
-        "optimizer.step()": (38, 1905, 1631, 13),
+        "optimizer.step()": (38, 1963, 1631, 13),
         STEP: (48, 3485, 2577, 15),
     },
     (1, "fits"): {
         GRADIENT: (8, 205, 18, 9),
-        "optimizer.step()": (39, 1762, 1367, 13),
+        "optimizer.step()": (39, 1812, 1367, 13),
         STEP: (50, 3066, 1881, 15),
     },
     (2, "tight"): {
@@ -41,7 +41,7 @@ BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
         GRADIENT: (24, 1084, 126, 17),
         OPERATOR: (19, 1043, 258, 11),
         "backward's fetch": (21, 1026, 184, 12),
-        "optimizer.step()": (42, 1983, 1439, 13),
+        "optimizer.step()": (42, 2033, 1439, 13),
         STEP: (55, 4554, 4039, 17),
     },
     (2, "fits"): {
@@ -49,7 +49,7 @@ BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
         GRADIENT: (24, 1084, 126, 17),
         OPERATOR: (19, 776, 207, 11),
         "backward's fetch": (21, 985, 165, 12),
-        "optimizer.step()": (45, 2041, 1600, 13),
+        "optimizer.step()": (45, 2091, 1600, 13),
         STEP: (60, 4675, 3916, 17),
     },
 }

@@ -281,6 +281,7 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
             "chunk_bytes": plan.packing.chunk_bytes,
             "device": plan.placement.bytes_by_kind(plan.demand, Tier.DEVICE),
             "host": plan.placement.bytes_by_kind(plan.demand, Tier.HOST),
+            "disk": plan.placement.bytes_by_kind(plan.demand, Tier.DISK),
             "model_data_budget": plan.budget_bytes,
             "wrap_with": {} if found.setting is None else _settings_of(found, found.setting),
             "model_data_minimum_with_these_chunks": plan.packed_minimum_bytes,
@@ -352,7 +353,7 @@ def show(name: str, found: Answer, console: Console) -> None:
 def _show_bytes(found: Answer, console: Console) -> None:
     plan = found.plan
     assert plan is not None
-    on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
+    on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in (Tier.DEVICE, Tier.HOST))
     activations = found.activations_at_hand
     # Gradients that find no slot lie on the host for a part of the step, beside the homes there.
     passing = 0 if found.predicted is None else found.predicted.host_peak - plan.host_bytes

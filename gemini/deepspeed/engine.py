@@ -437,7 +437,7 @@ class DeepSpeedEngine(Engine):
         Raises UnsupportedError for "nvme", ValueError for other names, and what `ShardedModel.offload_states` raises.
         """
         if OffloadDeviceEnum(device) is OffloadDeviceEnum.nvme:
-            raise UnsupportedError("offload_states(device='nvme'): there is no disk tier yet; use device='cpu'")
+            raise UnsupportedError("offload_states(device='nvme'): states do not leave for the disk; use device='cpu'")
         if OffloadDeviceEnum(device) is OffloadDeviceEnum.cpu:
             self.model.offload_states(kinds_of(include))
 

@@ -410,23 +410,24 @@ def _schedule(engine: Engine) -> str:
 def _bytes(engine: Engine) -> Table:
     """The bytes of one rank. Rows: states, slots and buffers. Columns: tiers."""
     plan = engine.model.plan
-    found = {tier: plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier}
+    tiers = [tier for tier in Tier if tier is not Tier.DISK or plan.placement.disk_bytes(plan.demand)]
+    found = {tier: plan.placement.bytes_by_kind(plan.demand, tier) for tier in tiers}
     # A plan counts what training with Adam takes until an optimizer comes, and this engine trains nothing.
     if engine.optimizer is None:
         for of_tier in found.values():
             of_tier |= dict.fromkeys(_OF_TRAINING, 0)
     table = Table.grid(padding=(0, 2))
     table.add_column()
-    for _ in Tier:
+    for _ in tiers:
         table.add_column(justify="right")
-    table.add_row("", *(str(tier) for tier in Tier))
+    table.add_row("", *(str(tier) for tier in tiers))
     for kind, words in _KINDS.items():
         # A kind without bytes gets no row: weights of fp32 have no masters, and one rank may need no slots.
         numbers = [of_tier.get(kind, 0) for of_tier in found.values()]
         if any(numbers):
             table.add_row(words, *(format_bytes(number) if number else "" for number in numbers))
     table.add_row("in all", *(format_bytes(sum(of_tier.values())) for of_tier in found.values()))
-    budgets = plan.budget.device, plan.budget.host
+    budgets = (plan.budget.device, plan.budget.host, plan.budget.disk)[: len(tiers)]
     table.add_row("budget", *("none" if budget is None else format_bytes(budget) for budget in budgets))
     return table
 

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from gemini.errors import BudgetError
 from gemini.launch import current_device
 from gemini.memory.arena import CudaRuntime, HostTier
+from gemini.memory.disk import DiskTier
 from gemini.memory.modes import untracked
 from gemini.memory.slot import SlotPools
 from gemini.memory.tier import MemoryTier
@@ -299,10 +301,12 @@ os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 class RankMemory:
     """Hands out regions, and takes them back once the copies from and to them are done."""
 
-    def __init__(self, device: MemoryTier, host: HostTier) -> None:
+    def __init__(self, device: MemoryTier, host: HostTier, disk_path: Path | None = None) -> None:
+        """disk_path: the folder of the disk tier's file. None: no such tier. Raises ValueError if it takes no file."""
         self.device = device
         self.host = host
-        self.transfer = Transfer(device.device)
+        self.disk = None if disk_path is None else DiskTier(disk_path)
+        self.transfer = Transfer(device.device, self.disk)
         self.work = WorkThread()  # beside training
         self.slots = SlotPools(device, "slots")  # of payloads
         self.gradient_slots = SlotPools(device, "gradient slots")
@@ -316,8 +320,13 @@ class RankMemory:
         """Set the capacities of both tiers. Bytes that are taken already stay, even above the new capacity."""
         self.device.allow(budget.device)
         self.host.allow(budget.host)
+        if self.disk is not None:
+            self.disk.allow(budget.disk)
 
     def tier(self, tier: Tier) -> MemoryTier:
+        if tier is Tier.DISK:
+            assert self.disk is not None, "no plan puts anything on a disk that nobody has named"
+            return self.disk
         return self.device if tier is Tier.DEVICE else self.host
 
     def allocate(self, tier: Tier, numel: int, dtype: torch.dtype, kind: str) -> Region:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.memory.disk import DiskTicket, DiskTier
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Tier
 from gemini.placement.needs import round_to_alignment
@@ -265,8 +267,9 @@ def lane_of(device: torch.device) -> OnStream | None:
 class Transfer:
     """The copies of one model."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.bytes_by_link: Counter[str] = Counter()  # copied so far: "host->device", "device->host"
+    def __init__(self, device: torch.device, disk: DiskTier | None = None) -> None:
+        self.bytes_by_link: Counter[str] = Counter()  # copied so far: "host->device", "device->host", "disk->host" ...
+        self._disk = disk
         self._lane = lane_of(device)
         self._counting = threading.Lock()  # two threads may copy
 
@@ -281,11 +284,13 @@ class Transfer:
         """
         if to.tier is source.tier:
             # This copy runs on the host or the current stream, in order with what follows there: it needs no ticket.
-            (wait_on_host if to.tier is Tier.HOST else wait_on_stream)(to, source)
+            (wait_on_stream if to.tier is Tier.DEVICE else wait_on_host)(to, source)
             to.flat.copy_(source.flat)
             return None
         with self._counting:
             self.bytes_by_link[f"{source.tier}->{to.tier}"] += source.nbytes
+        if Tier.DISK in (to.tier, source.tier):
+            return self._copy_on_disk([(to, source)])
         if self._lane is None:
             # Copies are done at once here, but a thread may still read what is about to be overwritten: see
             # [Note: In the background] in checkpoint/saving.py.
@@ -300,6 +305,34 @@ class Transfer:
         ticket = self._lane.start(to, source, to.tickets.pending() + ([] if write is None else [write]))
         source.tickets.note_read(ticket)
         to.tickets.note_write(ticket)
+        return ticket
+
+    def copy_together(self, pairs: Sequence[tuple[Region, Region]]) -> None:
+        """Copies (to, source) between host and disk with one ticket: the sources, or the targets, may share tickets."""
+        with self._counting:
+            for to, source in pairs:
+                self.bytes_by_link[f"{source.tier}->{to.tier}"] += source.nbytes
+        self._copy_on_disk(pairs)
+
+    def _copy_on_disk(self, pairs: Sequence[tuple[Region, Region]]) -> Ticket | None:
+        """Copies from or to the disk, beside whatever the host and the device do. None: they are done."""
+        requests: list[Future[None]] = []
+        for to, source in pairs:
+            wait_on_host(to)
+            if source.tickets.write is not None:
+                source.tickets.write.wait()
+        for to, source in pairs:
+            # States move between disk and device, or take another dtype, once in a while: through the mapped file.
+            if Tier.DEVICE in (to.tier, source.tier) or to.dtype is not source.dtype or self._disk is None:
+                to.flat.copy_(source.flat)
+            else:
+                requests += (self._disk.read if source.tier is Tier.DISK else self._disk.write)(to.flat, source.flat)
+        if not requests:
+            return None
+        ticket = DiskTicket(requests)
+        for to, source in pairs:
+            source.tickets.note_read(ticket)
+            to.tickets.note_write(ticket)
         return ticket
 
 
@@ -323,11 +356,11 @@ def wait_on_stream(*regions: Region) -> None:
 
 
 def wait_on_tier(*regions: Region) -> None:
-    """Call `wait_on_host` for regions on the host, and `wait_on_stream` for regions on the device."""
+    """Call `wait_on_stream` for regions on the device, and `wait_on_host` for all others."""
     busy = [region for region in regions if region.tickets.pending()]
     # Rare, and this is called for every chunk: skip the two calls.
     if busy:
-        wait_on_host(*(region for region in busy if region.tier is Tier.HOST))
+        wait_on_host(*(region for region in busy if region.tier is not Tier.DEVICE))
         wait_on_stream(*(region for region in busy if region.tier is Tier.DEVICE))
 
 
@@ -340,7 +373,7 @@ def written(region: Region) -> Tensor:
 
 def ready(region: Region) -> Tensor:
     """The region's memory after the wait that its tier needs."""
-    (wait_on_host if region.tier is Tier.HOST else wait_on_stream)(region)
+    (wait_on_stream if region.tier is Tier.DEVICE else wait_on_host)(region)
     return region.flat
 
 

@@ -106,7 +106,7 @@ def estimate_memory(
     # Without free bytes: the machine at hand need not be the one that will train.
     plan = plan_training(packed_of(module, settings, world_size), settings, FreeBytes(), optim_states)
     # `Tier` lists the device first.
-    on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
+    on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in (Tier.DEVICE, Tier.HOST))
     return MemoryEstimate(num_parameters_of(module), on_device, on_host, plan)
 
 

@@ -203,7 +203,7 @@ def _check_flags(one: _Extent, other: _Extent) -> None:
 def memory_table(memory: RankMemory, plan: Plan, step: Step) -> str:
     """Bytes by tier and kind, now and at the peak; the plan; traffic over links and between ranks."""
     rows = [("tier", "kind", "now", "peak")]
-    for tier in (memory.device, memory.host):
+    for tier in (memory.device, memory.host, *([] if memory.disk is None else [memory.disk])):
         ledger = tier.ledger
         kinds = sorted(kind for kind, peak in ledger.peak_by_kind.items() if peak)
         counts = [(kind, ledger.bytes_by_kind[kind], ledger.peak_by_kind[kind]) for kind in kinds]

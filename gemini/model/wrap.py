@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -589,7 +590,10 @@ class Wrapping:
         self.operators = find_operators(module, self.gathers, self._places, ignored)
         position = StepPosition(["", *(operator.name for _, operator in self.operators)])
         self.communicator = Communicator(process_group, position, settings.rank_timeout, device_tier.device)
-        self._memory = RankMemory(device_tier, host_tier)
+        folder = settings.disk_path
+        # One rank alone may find that its folder takes no file.
+        with self.communicator.publishing():
+            self._memory = RankMemory(device_tier, host_tier, None if folder is None else Path(folder))
         self._back = MovingOut(self.communicator, self._memory)
         self._module = module
         self._by_name = by_name

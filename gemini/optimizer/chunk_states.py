@@ -20,7 +20,7 @@ from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate, ShardView, runs_of
 from gemini.placement.budget import check_host_room_for_steps
-from gemini.placement.demand import Kind, StateHome, Tier
+from gemini.placement.demand import Kind, StateHome, Tier, update_tier
 from gemini.placement.plan import has_room_for
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.manager import ChunkManager
@@ -46,16 +46,18 @@ class ChunkOptimizerState:
     """One chunk's optimizer state on this rank. A frozen chunk keeps the state of its earlier training."""
 
     chunk: Chunk
-    tier: Tier  # the tier on which all of `flats` rest, and on which updates run
+    tier: Tier  # the tier on which all of `flats` rest
     num_planned: int  # number of flat states that the plan has room for
     counts_steps: bool  # `step` is an int, not a tensor
     groups: list[int | None]  # by position: the param group; None for a parameter in no group
     flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
     tickets: Tickets = field(default_factory=Tickets)  # of all `flats`
+    update_tier: Tier = field(init=False)  # on which updates run: what rests on the disk is brought to the host
     scalars: list[dict[str, Any] | None] = field(init=False)  # by position; None before the first update
     made: list[tuple[str, ...]] = field(init=False)  # by position: names of flat states that updates have created
 
     def __post_init__(self) -> None:
+        self.update_tier = update_tier(self.tier)
         self.scalars = [None for _ in self.groups]
         self.made = [() for _ in self.groups]
         # The runs of the last step, and what they were derived from.
@@ -106,7 +108,7 @@ class ChunkOptimizerState:
             # All memory is taken before anything moves, so that a refusal leaves every state where it is.
             taken = self._taken([name for name in names if leaves or name not in self.flats], tier, params)
         except BudgetError as refused:
-            if tier is Tier.HOST:
+            if tier is not Tier.DEVICE:
                 raise
             # The host takes the bytes, so nothing is lost. Uncounted, the shortage would make model data give up a part
             # of the device at the next step.
@@ -122,7 +124,7 @@ class ChunkOptimizerState:
             wait_on_tier(*(region for pair in moves for region in pair))
             # `free` gives the memory back to `self.tier`, which must still be the old tier here.
             self.free(list(self.flats), params)
-            self.tier = tier
+            self.tier, self.update_tier = tier, update_tier(tier)
         self.flats.update((name, region.flat) for name, region in taken.items())
 
     def _taken(self, names: Sequence[str], tier: Tier, params: ParamStore) -> dict[str, Region]:
@@ -200,10 +202,11 @@ class ChunkOptimizerState:
         # Parameters of one run have equal scalars and states, so the first one stands for all of them.
         scalars, part = self.scalars[run.positions[0]], slice(run.start, run.start + run.numel)
         names = self.names(run.positions[0])
-        flat = {name: self.flats[name][part] for name in names if name in self.flats}
+        flats = self.flats if weights is None or not weights.staged_states else weights.staged_states
+        flat = {name: flats[name][part] for name in names if name in flats}
         # States that these parameters lack and that have memory already: if the update creates one, its values go
         # there.
-        room = {name: each[part] for name, each in self.flats.items() if name not in names}
+        room = {name: each[part] for name, each in flats.items() if name not in names}
         # The scalars are copied, because a parameter that this step passes over may share the dict, and its step count
         # must not grow.
         its = dict(scalars or {})

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gemini.memory.disk import aligned_bytes
 from gemini.memory.transfer import Region, Transfer, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.needs import round_to_alignment
@@ -93,7 +94,13 @@ class Staging:
                 # A copy to or from memory that is not pinned makes the host wait for it. No collective is under way
                 # between a step's reductions and its update, so pinning waits for none of another rank's.
                 pins = tier is Tier.HOST and self._device.device.type != "cpu"
-                piece = Region(tier, torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pins))
+                # Aligned on the host, in case a disk reads from or writes to it.
+                memory = (
+                    aligned_bytes(num_bytes, pins)
+                    if tier is Tier.HOST
+                    else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                )
+                piece = Region(tier, memory)
             self._pieces[tier, name] = piece
         return piece
 
@@ -133,8 +140,14 @@ class Staging:
 # and `close` copies it back.
 
 
-TURNS: dict[Tier, tuple[str, ...]] = {Tier.HOST: ("", " ahead"), Tier.DEVICE: ("",)}
-"""What the names of staging buffers on a tier end with: chunks use the one and the other in turns."""
+TURNS: dict[Tier, tuple[str, ...]] = {
+    Tier.DEVICE: ("",),
+    Tier.HOST: ("", " ahead"),
+    Tier.DISK: ("", " ahead", " behind"),
+}
+"""What the names of staging buffers end with, by the tier on which optimizer state rests: chunks use them in turns.
+
+Of the disk one chunk is read and one written while a third one is updated."""
 
 
 class Segment(NamedTuple):
@@ -191,9 +204,19 @@ class ShardView:
     """One chunk's weights on the tier of its update: as segments (our Adam), or as one flat tensor (`load`)."""
 
     def __init__(
-        self, chunk: Chunk, homes: Mapping[Kind, Region], transfer: Transfer, staging: Staging, tier: Tier, turn: str
+        self,
+        chunk: Chunk,
+        homes: Mapping[Kind, Region],
+        states: Mapping[str, Region],
+        transfer: Transfer,
+        staging: Staging,
+        tier: Tier,
+        turn: str,
     ) -> None:
-        """homes: of weights and master. turn: which of the buffers of each name it stages to, see `TURNS`."""
+        """homes: of weights and master. states: the flat states that rest on another tier than `tier`, by name.
+
+        turn: which of the buffers of each name it stages to, see `TURNS`.
+        """
         self._chunk = chunk
         self._turn = turn
         self._transfer = transfer
@@ -208,6 +231,13 @@ class ShardView:
         self._whole_master: Tensor | None = None  # on the tier, once there are segments; None if the master is split
         self._flat: Tensor | None = None
         self.is_staged = False  # some of its memory is a staging buffer
+        self._states: list[tuple[Region, Region]] = []  # (flat state at rest, its staged copy on the tier)
+        self.staged_states: dict[str, Tensor] = {}
+        """(optim_numel,) the staged states by name, valid once there are segments."""
+        for name, region in states.items():
+            staged = self._stage(name, region.dtype)
+            self._states.append((region, staged))
+            self.staged_states[name] = staged.flat
 
     def stage(self) -> tuple[list[tuple[int, Region]], list[tuple[int, Region]]]:
         """Start the copies of what rests on the other tier. Return (first element, region) of master and home."""
@@ -220,13 +250,15 @@ class ShardView:
             parts = [(piece.shard_start, self._home[piece.in_payload]) for piece in slices]
             homes = self._on_tier("home", parts, reads=master is None or self._splits)
             self._on_its_tier = on_tier, homes
+            if self._states:
+                self._transfer.copy_together([(staged, region) for region, staged in self._states])
         return self._on_its_tier
 
     def segments(self) -> list[Segment]:
         """The weights on the tier, with their remainders or 16-bit copies, in the order of elements."""
         if self._segments is None:
             on_tier, homes = self._on_its_tier or self.stage()
-            wait_on_tier(*(region for _, region in (*on_tier, *homes)))
+            wait_on_tier(*(region for _, region in (*on_tier, *homes, *self._states)))
             whole = on_tier[0][1].flat if on_tier else None
             self._whole_master = None if self._splits else whole
             self._segments = [self._segment(start, home.flat, whole) for start, home in homes]
@@ -268,6 +300,8 @@ class ShardView:
         # These copies come after `write_back`, which writes to staged memory where there is some.
         for home, staged in self._staged:
             self._transfer.copy(home, staged)
+        if self._states:
+            self._transfer.copy_together(self._states)
         # The host does not wait here: a reader of a home on the host waits for the home's tickets. Kernels and
         # collectives that use device memory next are ordered behind the copies.
         regions = (self._home, self._master, *(staged for _, staged in self._staged))

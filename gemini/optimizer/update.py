@@ -396,18 +396,19 @@ class ChunkUpdates:
             gradient = self._step.grads.of(chunk)
             if not gradient.is_reduced:
                 continue
-            reduced, tier = gradient.reduced(), self._states[chunk.index].tier
+            state = self._states[chunk.index]
+            reduced, tier = gradient.reduced(), state.update_tier
             staged = staged_bytes(chunk, tier, loads=not self._update.is_fused)
+            if state.tier is not tier:
+                staged |= dict.fromkeys(state.flats, state.num_flat_bytes)
             if reduced.tier is not tier:
                 staged["gradient"] = reduced.nbytes
             for name, num_bytes in staged.items():
                 # Chunks are staged one after the other in the same pieces, so the largest need counts and not the sum.
-                for turn in TURNS[tier]:
+                for turn in TURNS[state.tier]:
                     needs[tier, name + turn] = max(num_bytes, needs.get((tier, name + turn), 0))
             if tier is Tier.DEVICE:
-                its = self._update.temporary_bytes(
-                    chunk.optim_numel, self._states[chunk.index].dtype, self._memory.device.device
-                )
+                its = self._update.temporary_bytes(chunk.optim_numel, state.dtype, self._memory.device.device)
                 temporaries = max(temporaries, its)
             gathers_in_slot |= _is_updated_in_parts(chunk) and chunk.homes[Kind.PARAM].tier is Tier.HOST
         # Whole weights on the host are gathered in a slot of payloads, which may have no memory yet.
@@ -436,7 +437,7 @@ class ChunkUpdates:
         # Gathers of weights that ranks update in parts are collectives, which all ranks launch in one order.
         if not self._defers or any(map(_is_updated_in_parts, chunks)):
             return {}
-        return {chunk: steps for chunk, steps in chunks.items() if self._states[chunk.index].tier is Tier.HOST}
+        return {chunk: steps for chunk, steps in chunks.items() if self._states[chunk.index].update_tier is Tier.HOST}
 
     def _defer(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors) -> None:
         """Have a thread update chunks, and write down that it is done. Who needs a region waits for it."""
@@ -507,7 +508,11 @@ class ChunkUpdates:
             homes = {kind: ticket.hand_over(homes[kind]) for kind in (Kind.PARAM, Kind.MASTER) if kind in homes}
         turns = TURNS[state.tier]
         turn = turns[number % len(turns)]
-        view = ShardView(chunk, homes, self._transfer, self._staging, state.tier, turn)
+        elsewhere: dict[str, Region] = {}
+        if state.tier is not state.update_tier:
+            tickets = (moments or state.all_flats()).tickets
+            elsewhere = {name: Region(state.tier, flat, tickets) for name, flat in state.flats.items()}
+        view = ShardView(chunk, homes, elsewhere, self._transfer, self._staging, state.update_tier, turn)
         updates = [state.start(run, view) if run.numel else state.start(run) for run in runs]
         return _ChunkUpdate(state, view, gradient, moments, updates, turn, ticket)
 
@@ -550,7 +555,7 @@ class ChunkUpdates:
         if update.moments is not None or state.tickets.reads:
             wait_on_tier(update.moments or state.all_flats())
         view.stage()
-        tier = state.tier
+        tier = state.update_tier
         if reduced.tier is tier:
             return _Begun(update, reduced)
         staged = self._staging.buffer(tier, "gradient" + update.turn, reduced.numel, reduced.dtype)

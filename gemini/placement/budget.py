@@ -67,6 +67,7 @@ class Budget:
 
     device: int | None
     host: int | None
+    disk: int | None = None
 
     @staticmethod
     def of(settings: Settings, free: FreeBytes) -> Budget:
@@ -77,11 +78,11 @@ class Budget:
             whole = _whole(settings, free)
             device = None if whole is None else whole - _left_out(whole, free)
         host = settings.budget_bytes("host_memory")
-        return Budget(device, free.host if host is None else host)
+        return Budget(device, free.host if host is None else host, settings.budget_bytes("disk_memory"))
 
     def wider(self, other: Budget) -> Budget:
         """The larger of the two budgets on each tier, so that data within either budget is within this one."""
-        return Budget(_greater(self.device, other.device), _greater(self.host, other.host))
+        return Budget(_greater(self.device, other.device), _greater(self.host, other.host), self.disk)
 
 
 def later_device_bytes(settings: Settings, free: FreeBytes) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gemini.placement.demand import Kind, Tier
+from gemini.placement.demand import Kind, Tier, update_tier
 from gemini.placement.machines import Rates
 from gemini.placement.packing import ChunkFacts
 from gemini.placement.simulate import Exchange
@@ -59,7 +59,7 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
         if Kind.GRAD in homes:  # frozen chunks have no gradient and are not updated
             # An update runs on the tier of the optimizer state. A chunk without any, as with plain SGD, has such a tier
             # too.
-            updated[homes[Kind.OPTIM]] += update_bytes(facts, chunk.optim_states)
+            updated[update_tier(homes[Kind.OPTIM])] += update_bytes(facts, chunk.optim_states)
     return MovedBytes(
         to_device_bytes=links.get("host->device", 0),
         to_host_bytes=links.get("device->host", 0),

@@ -93,6 +93,7 @@ class Tier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"  # of masters and optimizer state only
 
 
 class Kind(StrEnum):
@@ -117,6 +118,11 @@ WRAPPED_KINDS = (Kind.PARAM, Kind.GRAD, Kind.MASTER)
 
 OPTIM_STATES = 2
 """States per element that a plan counts until an optimizer is made: Adam's two moments."""
+
+
+def update_tier(tier: Tier) -> Tier:
+    """Where a chunk is updated whose optimizer state rests on `tier`: from the disk it is brought to the host."""
+    return Tier.HOST if tier is Tier.DISK else tier
 
 
 class StateHome(NamedTuple):
@@ -297,6 +303,10 @@ class Placement:
     def live_numel(self, demand: Demand) -> int:
         """Elements that all slots may hold together, kept ones included. Local; raises nothing."""
         return sum(demand.chunks[index].numel for index in self.kept) + _total(self.num_slots, demand.slot_numel)
+
+    def disk_bytes(self, demand: Demand) -> int:
+        """Bytes at rest on the disk. Local; raises nothing."""
+        return sum(self.bytes_by_kind(demand, Tier.DISK).values())
 
     def host_bytes(self, demand: Demand, kinds: Collection[Kind] = tuple(Kind)) -> int:
         """Bytes of these states at rest in host memory. Local; raises nothing."""

@@ -16,7 +16,7 @@ from gemini.placement.demand import ChunkDemand, Demand, Kind, ModelSpec, Operat
 from gemini.placement.needs import min_slots, packing_demand, trained_at_first, uses_of
 from gemini.placement.packing import Packing, packings
 from gemini.placement.policies import least_device_bytes
-from gemini.placement.policy import place_in_budget, slots_for
+from gemini.placement.policy import place_in_budget, slots_for, to_disk
 from gemini.placement.predict import Predicted, predict, predict_inference
 from gemini.settings import Settings
 
@@ -242,6 +242,8 @@ def plan_demand(
     # The host's budget is no bound here: it is in the demand, where a policy may prefer placements that keep to it.
     # Callers check the room on the host.
     demand, placement = place_in_budget(demand, budget.device, settings.policy)
+    if settings.disk_path is not None:
+        placement = to_disk(demand, placement, budget.host, budget.disk, settings.policy.name == "disk")
     hash_ = hash_of(packing, placement, settings, trained, demand.scratch_bytes)
     return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_, infers=infers)
 

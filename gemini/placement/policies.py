@@ -88,7 +88,7 @@ def _updated_where_least_moves(demand: Demand, placement: Placement) -> Placemen
             found[key] = homes
             if not chunk.optim_states and Kind.OPTIM in homes and Kind.GRAD in homes:
                 # The homes as they are come first, so that a chunk stays where it is at equal bytes.
-                ways = [homes, *({**homes, Kind.OPTIM: tier} for tier in Tier)]
+                ways = [homes, *({**homes, Kind.OPTIM: tier} for tier in (Tier.DEVICE, Tier.HOST))]
                 found[key] = min(ways, key=partial(at_rest_bytes, chunk))  # the first of equal ones
     return replace(placement, homes=tuple(found[key] for key in keys))
 
@@ -143,6 +143,7 @@ def _addition(chunk: ChunkDemand, kinds: Sequence[Kind]) -> Addition:
 # numbers.
 #
 # `cpu`     all states rest on the host; the device holds only slots.
+# `disk`    like `cpu`, with masters and optimizer state on the disk.
 # `cuda`    all states rest on the device, with as many slots as the budget allows.
 # `auto`    spends the budget on chunks, parts of them and slots in several orders, and takes the result that moves the
 #           fewest bytes over the link in a step. With an accelerator an element that the host updates counts like
@@ -206,6 +207,12 @@ class CpuPolicy:
             # A slot for every chunk would be a second copy of all weights, in the same memory where ranks are CPUs.
             return placement
         return spend_rest(demand, placement, budget_bytes)
+
+
+class DiskPolicy(CpuPolicy):
+    """`CpuPolicy`, with masters and optimizer state on the disk: see `to_disk`."""
+
+    name = "disk"
 
 
 class CudaPolicy:
@@ -403,6 +410,7 @@ _POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
     "auto": AutoPolicy,
     "cpu": CpuPolicy,
     "cuda": CudaPolicy,
+    "disk": DiskPolicy,
     "static": StaticPolicy,
 }
 

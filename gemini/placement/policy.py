@@ -430,6 +430,56 @@ def place_in_budget(demand: Demand, budget_bytes: int | None, policy: PlacementP
         return tiled, place(tiled, budget_bytes, policy)
 
 
+RING = 3
+"""Chunks whose states are in staging buffers on the host at once: one is read, one updated, one written."""
+
+
+def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | None, everything: bool) -> Placement:
+    """`placement` with masters and optimizer state on the disk, as many as the host has no room for. Local.
+
+    room: bytes that chunks may take on the host. most: the same of the disk. None: no bound. everything: all that would
+    rest on the host. Those of chunks that no step reads leave first, then the last chunks':
+    the next forward needs the updates of the first ones first. Raises BudgetError if the disk's budget is too small.
+    """
+    kinds = (Kind.MASTER, Kind.OPTIM)
+
+    def on_host(index: int) -> int:
+        homes, its = placement.homes[index], demand.chunks[index].home_bytes
+        return sum(its.get(kind, 0) for kind in kinds if homes.get(kind) is Tier.HOST)
+
+    sizes = {index: on_host(index) for index in range(len(demand.chunks))}
+    candidates = [index for index, num_bytes in sizes.items() if num_bytes]
+    candidates.sort(key=lambda index: (not demand.chunks[index].is_frozen, -index))
+    held = placement.host_bytes(demand)
+    if not candidates or (not everything and (room is None or held <= room)):
+        return placement
+    if room is not None:
+        room -= RING * max(sizes.values())
+    homes = list(placement.homes)
+    for index in candidates:
+        if not everything and room is not None and held <= room:
+            break
+        homes[index] = {
+            kind: Tier.DISK if kind in kinds and tier is Tier.HOST else tier for kind, tier in homes[index].items()
+        }
+        held -= sizes[index]
+    # Equal homes stay one object: `Placement.alike` groups chunks by identity.
+    shared: dict[tuple[int, tuple[Tier, ...]], dict[Kind, Tier]] = {}
+    for index, its in enumerate(homes):
+        homes[index] = shared.setdefault((id(demand.chunks[index]), tuple(its.values())), its)
+    found = replace(placement, homes=tuple(homes))
+    needed = found.disk_bytes(demand)
+    if most is not None and needed > most:
+        raise BudgetError(
+            f"disk: {needed} bytes of masters and optimizer state do not fit into the budget of {most} bytes. "
+            "Allow more with disk_memory=, or more of the host with host_memory=",
+            tier="disk",
+            needed_bytes=needed,
+            budget_bytes=most,
+        )
+    return found
+
+
 def place_unbounded(demand: Demand, policy: PlacementPolicy) -> Placement:
     """Return the policy's placement without a bound, which shows what more memory would change.
 

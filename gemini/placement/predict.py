@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gemini.placement.budget import Budget
-from gemini.placement.demand import Demand, Kind, Placement, Tier, format_bytes
+from gemini.placement.demand import Demand, Kind, Placement, Tier, format_bytes, update_tier
 from gemini.placement.next_use import Act, Moment, PassKind, PassSchedule, Phase
 from gemini.placement.packing import BYTES_PER_COLLECTIVE, ChunkFacts, Packing
 from gemini.placement.policies import (
@@ -52,6 +52,7 @@ class Simulation:
         self._schedule = schedule
         self._rank = rank
         self._facts: Sequence[ChunkFacts] = plan.packing.chunks
+        self._optim_bytes = [chunk.home_bytes.get(Kind.OPTIM, 0) for chunk in plan.demand.chunks]
         self._uses = plan.use_order
         chunk_of = {name: chunk.index for chunk in self._facts for name in chunk.names}
         self._chunk_of = [chunk_of[weight.name] for weight in plan.spec.weights]
@@ -217,7 +218,11 @@ class Simulation:
     def _update(self, chunk: int) -> None:
         """Copy what the update reads to the tier of the optimizer state, and what it writes back home."""
         facts, homes, traffic = self._facts[chunk], self._plan.placement.homes[chunk], self.traffic
-        at, numel = homes[Kind.OPTIM], facts.optim_layout.shard_numel
+        rests, numel = homes[Kind.OPTIM], facts.optim_layout.shard_numel
+        at = update_tier(rests)
+        num_bytes = self._optim_bytes[chunk]
+        traffic.copy(rests, at, num_bytes, MoveReason.UPDATE)
+        traffic.copy(at, rests, num_bytes, MoveReason.UPDATE)
         has_master = Kind.MASTER in homes
         if has_master:
             num_bytes = facts.master_itemsize * numel
@@ -419,7 +424,8 @@ def chunks_in_words(
 
 def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Iterator[str]:
     """The bytes at rest on each tier, the slots, and the totals beside the budgets."""
-    for tier in Tier:
+    tiers = (Tier.DEVICE, Tier.HOST, Tier.DISK) if placement.disk_bytes(demand) else (Tier.DEVICE, Tier.HOST)
+    for tier in tiers:
         rest = {kind: _at_rest(demand, placement, kind, tier) for kind in Kind}
         found = [f"{words} {_bytes(rest[kind])}" for kind, words in KINDS_IN_WORDS.items() if rest[kind]]
         yield f"At rest on the {tier}: {', '.join(found) or 'nothing'}."
@@ -445,6 +451,7 @@ def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Ite
     for tier, held, limit in (
         (Tier.DEVICE, placement.device_bytes(demand), budget.device),
         (Tier.HOST, placement.host_bytes(demand), budget.host),
+        *([(Tier.DISK, placement.disk_bytes(demand), budget.disk)] if Tier.DISK in tiers else []),
     ):
         bound = "no budget was set" if limit is None else f"the budget is {_bytes(limit)}"
         yield f"In all, the {tier} holds {_bytes(held)}; {bound}."

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier
+from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier, update_tier
 from gemini.placement.gradient_rules import (
     LendingHistory,
     SumRule,
@@ -393,8 +393,11 @@ class Homes:
         numel, tiers = self._facts[chunk].optim_layout.shard_numel, self._tiers[chunk]
         # Where the tiers differ the host rounds: the fp32 master crosses the link towards the host, and only the
         # rounded weights cross it towards the device.
-        dtype = FLOAT32 if tiers[Kind.PARAM] is Tier.HOST else self._facts[chunk].dtypes.weight
-        self._traffic.copy(tiers[Kind.MASTER], tiers[Kind.PARAM], numel * dtype.itemsize, MoveReason.UPDATE)
+        is_there = tiers[Kind.PARAM] is Tier.HOST
+        dtype = FLOAT32 if is_there else self._facts[chunk].dtypes.weight
+        # A master on the disk is read in place where the host rounds it for the device.
+        source = tiers[Kind.MASTER] if is_there else update_tier(tiers[Kind.MASTER])
+        self._traffic.copy(source, tiers[Kind.PARAM], numel * dtype.itemsize, MoveReason.UPDATE)
         self.lent.discard(chunk)
 
     def before_reduction(self, chunk: int) -> None:

@@ -267,6 +267,8 @@ class ChunkManager:
         """Give slots and process group back. Collective. Raises nothing of its own."""
         self.background.join()  # a checkpoint that is being written reads the homes
         self.memory.work.close()
+        if self.memory.disk is not None:
+            self.memory.disk.close()
         # A `.grad` that is a view of a home would keep the home in memory for as long as its parameter lives.
         self.grads.detach_homes()
         self.step.failures.note_close()

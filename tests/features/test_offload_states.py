@@ -257,7 +257,7 @@ def test_deepspeeds_engine_takes_its_own_names(rank: int, world_size: int) -> No
         elif step == 2:
             engine.offload_states(device=OffloadDeviceEnum.none)
             assert by_kind["optim"] > 0
-            with pytest.raises(gemini.UnsupportedError, match="no disk tier"):
+            with pytest.raises(gemini.UnsupportedError, match="do not leave for the disk"):
                 engine.offload_states(device="nvme")
             with pytest.raises(ValueError, match="'moments', which is no state: name some of optim_states, hp_params"):
                 engine.offload_states(include=["moments"])

@@ -94,7 +94,7 @@ def test_a_zero_config_of_deepspeeds_page_trains_as_the_same_settings_by_hand(
     [
         ("zero3_offload_param", False, "line 6: a comma is missing"),
         ("zero3_nvme", False, "line 7: a comma is missing"),
-        ("zero3_nvme", True, "offload_optimizer.device='nvme' is refused: there is no disk tier yet"),
+        ("zero3_nvme", True, "offload_optimizer.device='nvme' is refused: it is not mapped to the disk tier yet"),
         ("mics", True, "mics_shard_size=8 is refused: MiCS divides states inside groups"),
     ],
 )

@@ -87,7 +87,7 @@ BAD: list[tuple[dict[str, Any] | tuple[str, str], str]] = [
         f"{ZERO}.{OFFLOAD}.device must be 'none', 'cpu' or 'nvme', found 'gpu'",
     ),
     (zero(offload_optimizer="cpu"), f"{ZERO}.{OFFLOAD} must be a mapping of keys to values, found 'cpu'"),
-    (zero(offload_optimizer={"device": "nvme"}), "there is no disk tier yet"),
+    (zero(offload_optimizer={"device": "nvme"}), "not mapped to the disk tier yet"),
     (zero(offload_optimizer={"device": "cpu", "ratio": 30}), f"{ZERO}.{OFFLOAD}.ratio must be at most 1, found 30"),
     (zero(stage=4), f"{ZERO}.stage must be 0, 1, 2 or 3, found 4"),
     (zero(stage="auto"), f'{ZERO}.stage is "auto", which nothing decides here: write the value'),

@@ -16,7 +16,10 @@ from tests.zoo.mlp import CHUNK_NUMEL, build
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "configs"
 MISSING_COMMA = {"zero3_offload_param": 6, "zero3_nvme": 7}  # the line where each misses a comma
-REFUSED = {"zero3_nvme": "there is no disk tier yet", "mics": "MiCS divides states inside groups of that many ranks"}
+REFUSED = {
+    "zero3_nvme": "not mapped to the disk tier yet",
+    "mics": "MiCS divides states inside groups of that many ranks",
+}
 
 
 def example(name: str, folder: Path, mended: bool = True) -> Path:

@@ -204,7 +204,7 @@ def test_a_plan_explains_itself_with_its_own_numbers(policy: str, ranks: int) ->
             "no budget was set" if budget is None else f"the budget is {budget} bytes",
             f"minimum of model data on the device is {least} bytes",
         ]
-        for tier in Tier:
+        for tier in (Tier.DEVICE, Tier.HOST):
             line = next(line for line in words.splitlines() if line.startswith(f"At rest on the {tier}"))
             homes = list(zip(plan.demand.chunks, plan.placement.homes, strict=True))
             for kind, name in ((Kind.PARAM, "weights"), (Kind.GRAD, "gradients"), (Kind.OPTIM, "optimizer state")):

@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 import torch
@@ -294,7 +295,7 @@ class Config(_ConfigPart):
     shard_strategy: Annotated[Strategy, Setting] = None
     """What is cut into one shard per rank: a "tensor", a "bucket" (an operator's tensors), a "chunk". None: "chunk"."""
     tensor_placement_policy: Annotated[str | PlacementPolicy, Setting] = "auto"
-    """Where states rest: "auto" (the device, as far as it goes), "cpu", "cuda", "static"; in Python an object too."""
+    """Where states rest: "auto" (the device, as far as it goes), "cpu", "cuda", "static", "disk"; or an object."""
     shard_param_frac: Annotated[float | None, Setting] = None
     """With "static": of the parameters, given up between uses, at stage 3 on several ranks. None: 1.0."""
     offload_optim_frac: Annotated[float | None, Setting] = None
@@ -333,6 +334,10 @@ class Config(_ConfigPart):
     """Bytes of `device_memory` that chunks may take. None: what activations leave."""
     host_memory: Annotated[int | str | None, Setting] = None
     """Bytes that chunks may take in host memory. None: what is free."""
+    disk_path: Annotated[str | Path | None, Setting] = None
+    """A folder on a local disk for masters and optimizer state that find no room on the host. None: no disk."""
+    disk_memory: Annotated[int | str | None, Setting] = None
+    """Bytes that chunks may take there. None: what is free."""
     rank_timeout: Annotated[float, Setting] = 600.0
     """Seconds after which a rank that does not answer counts as lost."""
     ignore_unused_parameters: Annotated[bool, Setting] = True

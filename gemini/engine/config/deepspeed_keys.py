@@ -35,9 +35,9 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 POLICY = "tensor_placement_policy"
 CHUNKS = NoEffect("collectives carry one chunk; its size is searched under the budgets, or fixed by `chunk_size`")
 CHECKPOINTS = NoEffect("a checkpoint is loaded on any number of ranks, at any stage")
-_DISK = "there is no disk tier yet; gemini keeps states on the device and the host (cpu)"
+_DISK = "it is not mapped to the disk tier yet: leave it at cpu, and name a folder with `disk_path` of `Config`"
 # Only `device: nvme` asks for a disk, and is refused. Keys that tune one change nothing without it.
-_NO_DISK = NoEffect("only a disk tier would use it, and there is none yet")
+_NO_DISK = NoEffect("of the disk tier only `disk_path` and `disk_memory` are chosen")
 _QUANTISED = "collectives that carry quantised values do not exist here; what travels has the dtype of `reduce_dtype`"
 _ALWAYS = NoEffect("gradients are reduced chunk by chunk while backward runs")
 _PINNED = NoEffect("host memory is page-locked wherever there is a CUDA device")

@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = {
     "pin_memory": "host memory is pinned where there is an accelerator",
     "zero_param_parallel_group": "parameters have one group of ranks",
     "sequence_data_parallel_group": "give data_parallel_group the group that shards",
-    "param_swapper": "there is no disk tier yet",
+    "param_swapper": "weights do not rest on a disk",
     "tensor_overrides": "tensors that are made inside stay where the code makes them",
 }
 _DEFAULTS = {"mem_efficient_linear": True, "pin_memory": False}
@@ -41,7 +41,7 @@ class Init(ZeroInitContext):
         data_parallel_group: the ranks. None: all of torch.distributed, which is made first if a launcher has started
             this script and there is none: DeepSpeed's scripts build their model before anything else.
         remote_device: "cpu" keeps shards in host memory. None: as the config's offload_param says, else where there is
-            room. "nvme" is refused: there is no disk tier yet.
+            room. "nvme" is refused: weights do not rest on a disk.
         config_dict_or_path: a config, for dtype and offload. config: an older name of it.
         enabled: False makes the context do nothing.
         dtype: what weights are cast to when the context ends. None: as the config says; without one they are not cast.
@@ -80,7 +80,7 @@ class Init(ZeroInitContext):
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise ConfigError("zero.Init(): quantised weights are not there yet; they travel in their own dtype")
         if remote_device not in (None, "cpu", "none"):
-            raise ConfigError(f"zero.Init(remote_device={remote_device!r}): there is no disk tier; use 'cpu'")
+            raise ConfigError(f"zero.Init(remote_device={remote_device!r}): weights do not rest on a disk; use 'cpu'")
         if data_parallel_group is None and mpu is not None:
             data_parallel_group = mpu.get_data_parallel_group()
         if data_parallel_group is None and enabled:

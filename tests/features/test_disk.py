@@ -1,0 +1,320 @@
+"""Masters and optimizer state on the disk: the same bits, the bytes of the plan, and a file that nobody finds."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import gemini
+from gemini import BudgetError, GeminiError, Settings, ShardedModel, ShardedOptimizer
+from gemini.memory.disk import DiskTier, aligned_bytes
+from tests.features.test_deferred_update import DETOURS, SOME, end_of
+from tests.harness import slow_updates
+from tests.harness.on_ranks import on_ranks_with
+from tests.harness.ranks import RankPool
+from tests.zoo import mlp
+from tests.zoo.half import Trained
+
+# (arguments of ShardedModel without a disk, those with one, whether a gradient rests in its parameters' home)
+NUM_BYTES = 16 * mlp.CHUNK_NUMEL * mlp.LAYERS
+PLACES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "all": ({"tensor_placement_policy": "cpu"}, {"tensor_placement_policy": "disk"}, False),
+    "lent homes": ({"tensor_placement_policy": "cpu"}, {"tensor_placement_policy": "disk"}, True),
+    "weights on the device": (
+        {"tensor_placement_policy": "static", "offload_optim_frac": 1.0},
+        {"tensor_placement_policy": "static", "offload_optim_frac": 1.0, "host_memory": NUM_BYTES // 2},
+        False,
+    ),
+    "some of each": (
+        {"model_data_memory": NUM_BYTES // 2},
+        {"model_data_memory": NUM_BYTES // 2, "host_memory": NUM_BYTES // 4},
+        False,
+    ),
+}
+Setting = tuple[str, torch.dtype | None, int, bool, tuple[str, ...]]  # place, dtype, micro-batches, deferred, detours
+HALF = torch.bfloat16, torch.float16
+SAMPLE: dict[int, list[Setting]] = {
+    1: [
+        ("all", None, 1, False, SOME),
+        ("all", torch.bfloat16, 1, True, tuple(DETOURS)),
+        ("lent homes", torch.float16, 1, True, SOME),
+        ("weights on the device", torch.bfloat16, 2, False, SOME),
+        ("some of each", torch.bfloat16, 1, True, SOME),
+    ],
+    2: [("all", torch.bfloat16, 1, False, SOME), ("some of each", None, 2, True, SOME)],
+}
+EVERY: list[Setting] = [
+    (place, dtype, micro, deferred, tuple(DETOURS))
+    for place in PLACES
+    for dtype in (None, *HALF)
+    for micro in (1, 2)
+    for deferred in (False, True)
+]
+
+
+def _id_of(setting: Setting) -> str:
+    place, dtype, micro_batches, deferred, names = setting
+    words = place, dtype, micro_batches, "deferred" if deferred else "at once", "some" if names == SOME else "all"
+    return "-".join(map(str, words))
+
+
+@pytest.mark.filterwarnings("ignore:reuse_fp16_shard=True. parameters are used again")
+@on_ranks_with("setting", SAMPLE, soak={1: EVERY, 2: EVERY, 4: EVERY[::3]}, ids=_id_of, timeout_s=600)
+def test_bits_do_not_tell_where_states_rest(rank: int, world_size: int, setting: Setting, tmp_path: Path) -> None:
+    place, dtype, micro_batches, deferred, names = setting
+    without, with_disk, reuse = PLACES[place]
+    reuse = reuse and dtype is not None
+    for number, name in enumerate(names):
+        expected = end_of(Trained(rank, world_size, reuse, {**without, "dtype": dtype}), DETOURS[name], micro_batches)
+        arguments = {**with_disk, "dtype": dtype, "disk_path": tmp_path, "deferred_update": deferred}
+        with slow_updates.installed(seed=number) if deferred else nullcontext():
+            trained = Trained(rank, world_size, reuse, arguments)
+            plan = trained.model.plan
+            # Several ranks share the states, and their hosts have room for more of them.
+            assert plan.placement.disk_bytes(plan.demand) > 0 or world_size > 1
+            assert end_of(trained, DETOURS[name], micro_batches) == expected, name
+    assert not os.listdir(tmp_path)
+
+
+def sharded(path: Path, **options: Any) -> tuple[ShardedModel, ShardedOptimizer]:
+    options = {"tensor_placement_policy": "disk", "disk_path": path, **options}
+    model = ShardedModel(mlp.build(), **mlp.placed(**options))
+    return model, ShardedOptimizer(model, mlp.adam(model.parameters()))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_step_moves_the_bytes_of_the_plan(deferred: bool, tmp_path: Path) -> None:
+    model, optimizer = sharded(tmp_path, deferred_update=deferred, dtype=torch.bfloat16)
+    for step in range(3):
+        mlp.loss_of(model, step, torch.bfloat16).backward()
+        optimizer.step()
+    model.chunk_manager.memory.work.join()
+    report = optimizer.last_step
+    assert report is not None
+    links = model.plan.predicted.bytes_by_link
+    states = model.plan.placement.disk_bytes(model.plan.demand)
+    assert links["disk->host"] == links["host->disk"] == states
+    mlp.loss_of(model, 3, torch.bfloat16).backward()
+    optimizer.step()
+    model.chunk_manager.memory.work.join()
+    moved = model.chunk_manager.memory.transfer.bytes_by_link
+    assert moved["disk->host"] == moved["host->disk"] == 4 * states
+    assert "disk    optim" in model.memory_report()
+    model.close()
+
+
+def test_a_model_trains_whose_states_are_three_times_the_hosts_budget(tmp_path: Path) -> None:
+    budgets: dict[str, Any] = {"chunk_size": 2**16, "host_memory": "8MiB", "device": "emulated"}
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(32)))
+
+    def wrapped(**options: Any) -> tuple[ShardedModel, ShardedOptimizer]:
+        model = ShardedModel(build(), tensor_placement_policy="static", offload_optim_frac=1.0, **options, **budgets)
+        return model, ShardedOptimizer(model, mlp.adam(model.parameters()))
+
+    with pytest.raises(BudgetError, match="host:"):
+        wrapped()
+    model, optimizer = wrapped(disk_path=tmp_path)
+    for _ in range(2):
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+    host, disk = model.chunk_manager.memory.host, model.chunk_manager.memory.disk
+    assert disk is not None
+    assert host.ledger.peak_bytes <= 8 * 2**20 < disk.ledger.peak_bytes
+    assert host.ledger.total_bytes + disk.ledger.total_bytes == 3 * 8 * 2**20
+    model.close()
+
+
+def test_a_checkpoint_is_saved_from_the_disk_and_loaded_to_it(tmp_path: Path) -> None:
+    found = []
+    for policy, others in (("disk", "cpu"), ("cpu", "disk")):
+        model, optimizer = sharded(tmp_path, tensor_placement_policy=policy, deferred_update=True)
+        for step in range(2):
+            mlp.train_step(model, optimizer, step)
+        folder = tmp_path / policy
+        gemini.save_checkpoint(folder, model, optimizer)
+        other, its = sharded(tmp_path, tensor_placement_policy=others, deferred_update=True)
+        gemini.load_checkpoint(folder, other, its)
+        for step in range(2, 4):
+            mlp.train_step(model, optimizer, step)
+            mlp.train_step(other, its, step)
+        found += [gemini.state_hash(model, optimizer), gemini.state_hash(other, its)]
+        model.close()
+        other.close()
+    assert len(set(found)) == 1
+
+
+# -- The life of the file.
+
+
+def test_a_file_has_no_name_and_ends_with_the_model(tmp_path: Path) -> None:
+    def num_open() -> int:
+        files = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        return sum(str(tmp_path) in os.readlink(file) for file in files if file.is_symlink())
+
+    before = num_open()
+    model, optimizer = sharded(tmp_path)
+    mlp.train_step(model, optimizer, 0)
+    assert not os.listdir(tmp_path) and num_open() > before
+    model.close()
+    model.close()
+    assert num_open() == before
+    dropped, _ = sharded(tmp_path)
+    assert num_open() > before
+    dropped.close()
+    assert num_open() == before
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing(tmp_path: Path) -> None:
+    program = """
+import sys
+from tests.features.test_disk import sharded
+from tests.zoo import mlp
+model, optimizer = sharded(sys.argv[1])
+print("ready", flush=True)
+step = 0
+while True:
+    mlp.train_step(model, optimizer, step)
+    step += 1
+"""
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(30) == -signal.SIGKILL
+    process.stdout.close()
+    assert not os.listdir(tmp_path)
+
+
+# -- Failures.
+
+
+@contextmanager
+def failing(name: str, function: Callable[..., int]) -> Iterator[None]:
+    with mock.patch.object(os, name, function):
+        yield
+
+
+def test_a_full_disk_is_found_before_training(tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(os, "posix_fallocate", full), pytest.raises(BudgetError) as error:
+        sharded(tmp_path)
+    assert str(tmp_path) in str(error.value) and f"errno {errno.ENOSPC}" in str(error.value)
+    assert error.value.tier == "disk"
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_a_disk_that_fails_ends_the_training_and_names_the_chunk(name: str, deferred: bool, tmp_path: Path) -> None:
+    model, optimizer = sharded(tmp_path, deferred_update=deferred)
+    mlp.train_step(model, optimizer, 0)
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def trains() -> None:
+        for step in range(1, 4):
+            mlp.train_step(model, optimizer, step)
+        optimizer.step()
+
+    with failing(name, fails), pytest.raises(GeminiError, match=rf"disk: .*{tmp_path}.*errno {errno.EIO}"):
+        trains()
+    with pytest.raises(GeminiError):
+        mlp.train_step(model, optimizer, 4)
+    model.close()
+
+
+def test_a_request_that_ends_early_goes_on_and_another_alignment_is_found(tmp_path: Path) -> None:
+    preadv, pwritev, refused = os.preadv, os.pwritev, []
+
+    def less(function: Callable[..., int]) -> Callable[..., int]:
+        def call(file: int, buffers: list[memoryview], position: int) -> int:
+            if len(buffers[0]) > 4096 and not refused:
+                refused.append(file)
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return function(file, [buffers[0][: max(1, len(buffers[0]) // 2)]], position)
+
+        return call
+
+    with failing("preadv", less(preadv)), failing("pwritev", less(pwritev)):
+        tier = DiskTier(tmp_path)
+        buffer, source, back = (
+            tier.allocate(20_000, "optim"),
+            aligned_bytes(20_000, False),
+            aligned_bytes(20_000, False),
+        )
+        source.random_()
+        for request in tier.write(buffer, source):
+            request.result()
+        for request in tier.read(back, buffer):
+            request.result()
+    assert torch.equal(back, source) and torch.equal(buffer, source) and refused
+    tier.close()
+
+
+def test_memory_that_is_taken_again_is_zero_and_both_ways_to_it_agree(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path)
+    first = tier.allocate(10_000, "optim")
+    first.fill_(7)
+    tier.free(first, "optim")
+    again, other = tier.allocate(3_000, "optim"), tier.allocate(9_000, "optim")
+    assert not again.any() and not other.any()
+    memory = aligned_bytes(9_000, False)
+    other[5_000] = 3  # through the mapped file
+    for request in tier.read(memory, other):
+        request.result()
+    assert memory[5_000] == 3 and memory.sum() == 3
+    memory.fill_(9)
+    for request in tier.write(other, memory):
+        request.result()
+    assert bool((other == 9).all()) and not again.any()
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"disk_memory": "1GB"}, ValueError, "needs disk_path="),
+        ({"tensor_placement_policy": "disk"}, ValueError, "needs disk_path="),
+        ({"disk_path": 3}, TypeError, "disk_path must be a folder, found 3"),
+        ({"disk_path": "/nowhere", "disk_memory": "much"}, ValueError, "disk_memory"),
+    ],
+)
+def test_bad_settings(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Settings(**options)
+
+
+def test_bad_folders_and_budgets(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (tmp_path / "missing", file):
+        with pytest.raises(ValueError, match="takes no file"):
+            sharded(path)
+    with pytest.raises(BudgetError, match="Allow more with disk_memory=") as refusal:
+        sharded(tmp_path, disk_memory=1000)
+    sharded(tmp_path, disk_memory=refusal.value.needed_bytes)[0].close()
+
+
+def _is_refused(rank: int, world_size: int, path: Path) -> str:
+    with pytest.raises(Exception, match="takes no file") as error:
+        sharded(path if rank == 0 else path / "missing")
+    return type(error.value).__name__
+
+
+@pytest.mark.soak
+def test_a_folder_that_is_missing_on_one_rank_ends_all(ranks: RankPool, tmp_path: Path) -> None:
+    exits = ranks(2).run(_is_refused, tmp_path, fresh=True, forked=True)
+    assert [each.result for each in exits] == ["RemoteRankError", "ValueError"]
