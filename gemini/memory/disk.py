@@ -56,7 +56,7 @@ class DiskTier(MemoryTier):
             ) from None
         self._direct = _past_the_cache(self._file)
         self._end = 0
-        self._free: list[tuple[int, int]] = []  # (start, bytes) of ranges that were given back
+        self._free: list[tuple[int, int]] = []  # (start, bytes) of ranges whose last tensor has died
         self._places: dict[int, tuple[int, int]] = {}  # by the address of a buffer: (start in the file, bytes)
         self._addresses: list[int] = []  # the same addresses, sorted
         self._threads = ThreadPoolExecutor(_NUM_REQUESTS, "gemini-disk")
@@ -75,7 +75,10 @@ class DiskTier(MemoryTier):
             used_before = False
         else:
             used_before = True
-        buffer = torch.frombuffer(_mapped(self._file, start, length), dtype=torch.uint8)[:num_bytes]
+        mapped = _mapped(self._file, start, length)
+        # A view that somebody still has must not show what is there next.
+        weakref.finalize(mapped, self._free.append, (start, length)).atexit = False
+        buffer = torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
         if used_before:
             buffer.zero_()
         if num_bytes:
@@ -84,7 +87,7 @@ class DiskTier(MemoryTier):
         return buffer
 
     def _range_of(self, length: int) -> int | None:
-        """Take a range that was given back."""
+        """Take a range that is free again."""
         for number, (start, there) in enumerate(self._free):
             if there >= length:
                 del self._free[number]
@@ -107,9 +110,8 @@ class DiskTier(MemoryTier):
     def free(self, buffer: Tensor, kind: str) -> None:
         super().free(buffer, kind)
         if buffer.nbytes:
-            start, _ = self._places.pop(buffer.data_ptr())
+            del self._places[buffer.data_ptr()]
             self._addresses.remove(buffer.data_ptr())
-            self._free.append((start, _in_blocks(buffer.nbytes)))
 
     def close(self) -> None:
         """Give the file back, with all that is in it. Closing it again does nothing."""

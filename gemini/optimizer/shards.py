@@ -14,6 +14,7 @@ from gemini.memory.disk import aligned_bytes
 from gemini.memory.transfer import Region, Transfer, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.needs import round_to_alignment
+from gemini.placement.policy import RING
 from gemini.runtime.chunk import Chunk
 from gemini.runtime.step import Step
 from optim import AdamPiece, AdamScalars, Spans, join_master_, round_master_, split_master_
@@ -143,7 +144,7 @@ class Staging:
 TURNS: dict[Tier, tuple[str, ...]] = {
     Tier.DEVICE: ("",),
     Tier.HOST: ("", " ahead"),
-    Tier.DISK: ("", " ahead", " behind"),
+    Tier.DISK: tuple(f" {turn}" for turn in range(RING)),
 }
 """What the names of staging buffers end with, by the tier on which optimizer state rests: chunks use them in turns.
 

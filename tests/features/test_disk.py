@@ -269,6 +269,10 @@ def test_memory_that_is_taken_again_is_zero_and_both_ways_to_it_agree(tmp_path: 
     first = tier.allocate(10_000, "optim")
     first.fill_(7)
     tier.free(first, "optim")
+    held = tier.allocate(3_000, "optim")
+    assert not held.any() and bool((first == 7).all())  # a view that somebody has shows what was there
+    held.fill_(1)
+    del first
     again, other = tier.allocate(3_000, "optim"), tier.allocate(9_000, "optim")
     assert not again.any() and not other.any()
     memory = aligned_bytes(9_000, False)
