@@ -46,7 +46,7 @@ class StepReport:
     loss_scale: float  # the loss scale of the step's backwards; 1 without one
     # Since the step before:
     moved_bytes: Mapping[str, int] = field(default_factory=dict, compare=False)  # by link, as "host->device"
-    update_ms: float = field(default=0.0, compare=False)  # that a thread has updated weights, see `deferred_update`
+    update_ms: float = field(default=0.0, compare=False)  # of a thread that updates and sums up, see `deferred_update`
     exposed_ms: float = field(default=0.0, compare=False)  # that training has waited for this thread
 
 
