@@ -33,6 +33,7 @@ UNIT = 512  # elements: a shard of each of 2 ranks is a multiple of 256
 MAX_CHUNKS = 6
 NUM_BUDGETS = 24  # of each case, evenly between the least and everything
 DTYPES = {"fp32": FLOAT32, "bf16": Dtype("bfloat16", 2)}
+_TIERS = Tier.DEVICE, Tier.HOST  # the disk takes what the host has no room for
 _GROUPS = ((Kind.PARAM,), (Kind.GRAD,), (Kind.MASTER, Kind.OPTIM))
 
 Tiers = tuple[tuple[Tier, ...], ...]
@@ -120,9 +121,7 @@ class Search:
         """Device and link bytes. Payloads depend on where parameters rest and on slots, all else on each chunk."""
         demand, count = self._demand, len(self._demand.chunks)
         others = [self._others(index) for index in range(count)]
-        kinds = [
-            (*Tier, None) if chunk.may_keep_slot else tuple(Tier) for chunk in demand.chunks
-        ]  # None: in a kept slot
+        kinds = [(*_TIERS, None) if chunk.may_keep_slot else _TIERS for chunk in demand.chunks]  # None: in a kept slot
         for params in product(*kinds):
             kept = [index for index, tier in enumerate(params) if tier is None]
             tiers = [tier or Tier.DEVICE for tier in params]
@@ -147,7 +146,7 @@ class Search:
         host = [(Tier.HOST,) * 3] * len(demand.chunks)
         _, before = link_bytes(self._plan, slots_for(demand, _homes(demand, tuple(host))), self._case.micro_batches)
         all_host = before
-        for its in product(Tier, repeat=3):
+        for its in product(_TIERS, repeat=3):
             if Kind.GRAD not in chunk.home_bytes and its[1:] != (Tier.HOST, Tier.HOST):
                 continue
             homes = _homes(demand, (*host[:index], its, *host[index + 1 :]))

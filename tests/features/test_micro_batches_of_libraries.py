@@ -20,7 +20,9 @@ SMALL: dict[str, Any] = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "tenso
 
 def planned_gradient_bytes(model: ShardedModel) -> int:
     """Of gradients, the sums of micro-batches included."""
-    found = [model.plan.placement.bytes_by_kind(model.plan.demand, tier)[Kind.GRAD] for tier in Tier]
+    found = [
+        model.plan.placement.bytes_by_kind(model.plan.demand, tier)[Kind.GRAD] for tier in (Tier.DEVICE, Tier.HOST)
+    ]
     return sum(found)
 
 

@@ -53,13 +53,13 @@ def wrapped(world_size: int = 1, **wrap: Any) -> ShardedModel:
 
 def held(model: ShardedModel) -> dict[Tier, int]:
     """Bytes of optimizer state, by tier."""
-    tiers = zip(Tier, model.chunk_manager.memory.tiers, strict=True)
+    tiers = zip((Tier.DEVICE, Tier.HOST), model.chunk_manager.memory.tiers, strict=True)
     return {tier: memory.ledger.bytes_by_kind[Kind.OPTIM] for tier, memory in tiers}
 
 
 def planned(model: ShardedModel) -> dict[Tier, int]:
     plan = model.plan
-    return {tier: plan.placement.bytes_by_kind(plan.demand, tier)[Kind.OPTIM] for tier in Tier}
+    return {tier: plan.placement.bytes_by_kind(plan.demand, tier)[Kind.OPTIM] for tier in (Tier.DEVICE, Tier.HOST)}
 
 
 def train(model: ShardedModel, optimizer: Any, step: int, rank: int = 0) -> None:
@@ -167,7 +167,7 @@ def test_an_update_without_state_runs_where_it_moves_fewest_bytes(dtype: torch.d
             after = replan(plan, plan.trained, {}, settings=settings, budget=device, optim_states=[0] * 6)
             moved = link_bytes(after.demand, after.placement)
             for index, homes in enumerate(after.placement.homes):
-                for tier in Tier:
+                for tier in (Tier.DEVICE, Tier.HOST):
                     others = [*after.placement.homes]
                     others[index] = {**homes, Kind.OPTIM: tier}
                     assert link_bytes(after.demand, replace(after.placement, homes=tuple(others))) >= moved
