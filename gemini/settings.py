@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gemini.placement.demand import ChunkDtypes, Dtype, parse_bytes
-from gemini.placement.policies import FRACTIONS, MARGIN, check_fraction, resolve_policy
+from gemini.placement.policies import FRACTIONS, MARGIN, DiskPolicy, check_fraction, resolve_policy
 from gemini.placement.policy import PlacementPolicy
 from optim import HALF_DTYPES
 from optim.adam import refuse_unknown_arguments
@@ -307,7 +307,7 @@ class Settings:
             raise TypeError(f"disk_path must be a folder, found {self.disk_path!r}")
         if self.disk_path is None and self.disk_memory is not None:
             raise ValueError(f"disk_memory={self.disk_memory} needs disk_path=, a folder on a local disk")
-        if self.disk_path is None and self.policy.name == "disk":
+        if self.disk_path is None and isinstance(self.policy, DiskPolicy):
             raise ValueError("tensor_placement_policy='disk' needs disk_path=, a folder on a local disk")
 
     def _check_ignored(self) -> None:

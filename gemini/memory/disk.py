@@ -11,9 +11,11 @@ import weakref
 from bisect import bisect_right, insort
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -64,6 +66,7 @@ class DiskTier(MemoryTier):
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
         length = max(BLOCK_BYTES, _in_blocks(num_bytes))
         start = self._range_of(length)
+        was_used = start is not None
         if start is None:
             start = self._end
             try:
@@ -72,14 +75,11 @@ class DiskTier(MemoryTier):
                 self.num_shortages += 1
                 raise self._no_room(num_bytes, kind, error) from None
             self._end += length
-            used_before = False
-        else:
-            used_before = True
         mapped = _mapped(self._file, start, length)
         # A view that somebody still has must not show what is there next.
         weakref.finalize(mapped, self._free.append, (start, length)).atexit = False
         buffer = torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
-        if used_before:
+        if was_used:
             buffer.zero_()
         if num_bytes:
             self._places[buffer.data_ptr()] = start, num_bytes
@@ -97,7 +97,7 @@ class DiskTier(MemoryTier):
         return None
 
     def _no_room(self, num_bytes: int, kind: str, error: OSError) -> BudgetError:
-        free = _free_bytes(self.folder)
+        free = psutil.disk_usage(str(self.folder)).free
         return self._refusal(
             f"no room for {num_bytes} bytes of {kind} in {self.folder}, where {free} bytes ({format_bytes(free)}) are "
             f"free and this rank holds {self._end}: {error.strerror} (errno {error.errno}). Free some, or name another "
@@ -108,6 +108,7 @@ class DiskTier(MemoryTier):
         )
 
     def free(self, buffer: Tensor, kind: str) -> None:
+        """Free a buffer of `allocate`. Its range of the file is free when its last tensor has died."""
         super().free(buffer, kind)
         if buffer.nbytes:
             del self._places[buffer.data_ptr()]
@@ -213,17 +214,15 @@ def _mapped(file: int, start: int, length: int) -> Any:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
-    class Mapped(ctypes.c_uint8 * length):  # type: ignore[misc]  # the plain array type takes no finalizer
-        pass
-
-    buffer = Mapped.from_address(address)
+    buffer = _array_type(length).from_address(address)
     weakref.finalize(buffer, _libc.munmap, address, length).atexit = False
     return buffer
 
 
-def _free_bytes(folder: Path) -> int:
-    there = os.statvfs(folder)
-    return there.f_bavail * there.f_frsize
+@cache
+def _array_type(length: int) -> Any:
+    """An array of so many bytes that may have a finalizer, which ctypes' own type may not."""
+    return type("Mapped", (ctypes.c_uint8 * length,), {})
 
 
 def _in_blocks(num_bytes: int) -> int:
@@ -236,8 +235,10 @@ def _bytes_of(memory: Tensor, length: int) -> memoryview | None:
     storage, address = memory.untyped_storage(), memory.data_ptr()
     if length != memory.nbytes and (address % BLOCK_BYTES or address + length > storage.data_ptr() + storage.nbytes()):
         return None
-    # The view keeps no memory alive: a staging buffer lives as long as the requests on it.
-    return memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")
+    # The view keeps the memory alive: a request may be on its way when its model is dropped, and would read into memory
+    # that belongs to another tensor by then.
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, address - storage.data_ptr(), (length,), (1,))
+    return memoryview(cast(Any, whole.numpy()))
 
 
 def aligned_bytes(num_bytes: int, pins: bool) -> Tensor:

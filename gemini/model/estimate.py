@@ -34,11 +34,13 @@ class MemoryEstimate:
         num_parameters: elements of all parameters of the whole model. Tied parameters count once.
         device: bytes on the device by kind: "param", "grad", "master", "optim", "slots", "gradient slots", "scratch".
         host: bytes in host memory by kind.
+        disk: bytes on the disk by kind.
     """
 
     num_parameters: int
     device: dict[str, int]
     host: dict[str, int]
+    disk: dict[str, int]
     plan: Plan = field(repr=False)  # the plan that `ShardedModel` would use; `plan.explain()` has it in words
 
     @property
@@ -52,6 +54,11 @@ class MemoryEstimate:
         return sum(self.host.values())
 
     @property
+    def disk_bytes(self) -> int:
+        """Bytes of all kinds on the disk."""
+        return sum(self.disk.values())
+
+    @property
     def least_device_bytes(self) -> int:
         """Bytes on the device with the same states there and buffers of the least size: weights are gathered anew."""
         least = self.plan.packed_minimum_bytes
@@ -60,8 +67,8 @@ class MemoryEstimate:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of parameters, gradients, masters and optimizer state on both tiers, without slots and scratch."""
-        return sum(tier[kind] for tier in (self.device, self.host) for kind in Kind)
+        """Bytes of parameters, gradients, masters and optimizer state on all tiers, without slots and scratch."""
+        return sum(tier[kind] for tier in (self.device, self.host, self.disk) for kind in Kind)
 
 
 def estimate_memory(
@@ -105,9 +112,8 @@ def estimate_memory(
     module = module_of(model)
     # Without free bytes: the machine at hand need not be the one that will train.
     plan = plan_training(packed_of(module, settings, world_size), settings, FreeBytes(), optim_states)
-    # `Tier` lists the device first.
-    on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in (Tier.DEVICE, Tier.HOST))
-    return MemoryEstimate(num_parameters_of(module), on_device, on_host, plan)
+    on_device, on_host, on_disk = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
+    return MemoryEstimate(num_parameters_of(module), on_device, on_host, on_disk, plan)
 
 
 def packed_of(module: nn.Module, settings: Settings, world_size: int) -> Packed:

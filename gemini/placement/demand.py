@@ -105,6 +105,10 @@ class Kind(StrEnum):
     OPTIM = "optim"  # everything that the optimizer keeps per element (exp_avg, exp_avg_sq, ...)
 
 
+OF_OPTIMIZER = (Kind.MASTER, Kind.OPTIM)
+"""States that move together: an update needs both, so one of them alone on the device would travel in every step."""
+
+
 def kind_named(name: str) -> Kind:
     """The kind with this name. Raises ValueError."""
     try:
@@ -183,8 +187,8 @@ ON_THE_CPU = Costs(128 * 2**10, 0, False)
 """Of the emulated device: 10 us a launch at 12 GB/s, not measured. An update takes as long on either tier."""
 WITH_STREAMS = Costs(4 * 2**20, 10, True)
 """Of an accelerator. One H200 with 16 cores and a link of 50 GB/s (`bash benchmarks/gpu.sh`, "7B in 40GiB"): the host
-updates 4.5e9 elements in 0.9 s, the device in a thirtieth of that; a fetch takes 0.08 ms of the thread that launches
-all kernels."""
+updates 4.5e9 elements in 0.9 s, against which the device's time is nothing. A fetch is taken at 0.08 ms of the thread
+that launches all kernels: read off the trace of such a step, whose profiler slows that thread down."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from enum import Enum
 from functools import partial
 
 from gemini.errors import BudgetError
-from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
+from gemini.placement.demand import OF_OPTIMIZER, ChunkDemand, Demand, Kind, Placement, Tier
 from gemini.placement.policy import (
     Addition,
     PlacementPolicy,
@@ -31,10 +31,6 @@ from gemini.placement.policy import (
 # The order of steps decides how many bytes cross the link. An update reads and writes parameters, gradient, master and
 # moments. A chunk with all of them on the device moves nothing; one with only its parameters there moves them to the
 # update and back, which is as much as two fetches. Numbers only.
-
-
-OF_OPTIMIZER = (Kind.MASTER, Kind.OPTIM)
-"""States that move together: an update needs both, so one of them alone on the device would travel in every step."""
 
 
 class Purchase(Enum):

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 from gemini.errors import BudgetError
-from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier, format_bytes
+from gemini.placement.demand import OF_OPTIMIZER, ChunkDemand, Demand, Kind, Placement, Tier, format_bytes
 
 # -- Bytes over the link between the tiers in a step, in closed form: fast enough to compare placements.
 #
@@ -438,14 +438,13 @@ def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | 
     """`placement` with masters and optimizer state on the disk, as many as the host has no room for. Local.
 
     room: bytes that chunks may take on the host. most: the same of the disk. None: no bound. everything: all that would
-    rest on the host. Those of chunks that no step reads leave first, then the last chunks':
-    the next forward needs the updates of the first ones first. Raises BudgetError if the disk's budget is too small.
+    rest on the host. States of chunks that no step reads leave first, then those of the last chunks: the next forward
+    needs the updates of the first ones first. Raises BudgetError if the disk's budget is too small.
     """
-    kinds = (Kind.MASTER, Kind.OPTIM)
 
     def on_host(index: int) -> int:
         homes, its = placement.homes[index], demand.chunks[index].home_bytes
-        return sum(its.get(kind, 0) for kind in kinds if homes.get(kind) is Tier.HOST)
+        return sum(its.get(kind, 0) for kind in OF_OPTIMIZER if homes.get(kind) is Tier.HOST)
 
     sizes = {index: on_host(index) for index in range(len(demand.chunks))}
     candidates = [index for index, num_bytes in sizes.items() if num_bytes]
@@ -460,7 +459,8 @@ def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | 
         if not everything and room is not None and held <= room:
             break
         homes[index] = {
-            kind: Tier.DISK if kind in kinds and tier is Tier.HOST else tier for kind, tier in homes[index].items()
+            kind: Tier.DISK if kind in OF_OPTIMIZER and tier is Tier.HOST else tier
+            for kind, tier in homes[index].items()
         }
         held -= sizes[index]
     # Equal homes stay one object: `Placement.alike` groups chunks by identity.

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -153,6 +154,34 @@ def test_a_checkpoint_is_saved_from_the_disk_and_loaded_to_it(tmp_path: Path) ->
         model.close()
         other.close()
     assert len(set(found)) == 1
+
+
+def test_an_estimate_counts_what_rests_on_the_disk(tmp_path: Path) -> None:
+    estimated = gemini.estimate_memory(mlp.build(), **mlp.placed(tensor_placement_policy="disk", disk_path=tmp_path))
+    model, _ = sharded(tmp_path)
+    assert estimated.disk_bytes == model.plan.placement.disk_bytes(model.plan.demand) > 0
+    on_host = gemini.estimate_memory(mlp.build(), **mlp.placed(tensor_placement_policy="cpu"))
+    assert estimated.state_bytes == on_host.state_bytes == estimated.host_bytes + estimated.disk_bytes
+    model.close()
+
+
+def test_a_request_keeps_its_memory_until_it_has_ended(tmp_path: Path) -> None:
+    tier, may_go_on, read = DiskTier(tmp_path), threading.Event(), os.preadv
+
+    def waits(*arguments: Any) -> int:
+        assert may_go_on.wait(30)
+        return read(*arguments)
+
+    with failing("preadv", waits):
+        memory, there = aligned_bytes(10_000, False), tier.allocate(10_000, "optim")
+        storage = memory.untyped_storage()._cdata
+        before = torch._C._storage_Use_Count(storage)
+        requests = tier.read(memory, there)
+        assert torch._C._storage_Use_Count(storage) > before
+        may_go_on.set()
+        for request in requests:
+            request.result()
+    tier.close()
 
 
 # -- The life of the file.

@@ -19,6 +19,7 @@ from gemini.model.operators import specs_of
 from gemini.placement.demand import Dtype, ModelSpec, OperatorSpec, WeightSpec
 from gemini.placement.packing import step_cost
 from gemini.placement.plan import replan
+from gemini.placement.policy import link_bytes, moved_and_updated
 
 DTYPES = [Dtype("float32", 4), Dtype("bfloat16", 2), Dtype("float16", 2), Dtype("float64", 8)]
 POLICIES = ["auto", "cpu", "cuda"]
@@ -326,3 +327,6 @@ def test_with_an_accelerator_the_host_updates_less_and_a_payload_finds_a_slot_ah
         assert 2**25 < plan.packing.chunk_bytes < 2**28
     assert updated["cuda:0"] < updated["emulated"]
     assert plan.placement.num_slots[0] > plan.demand.min_slots[0]
+    tight = replace(plan.placement, num_slots=plan.demand.min_slots)
+    waiting, free = (moved_and_updated(plan.demand, it) - link_bytes(plan.demand, it) for it in (tight, plan.placement))
+    assert waiting > free
