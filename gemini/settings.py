@@ -62,6 +62,7 @@ class Options(TypedDict, total=False):
     ignored_parameters: Collection[str]
     max_prefetch: int | None
     deferred_update: bool | None
+    update_in_backward: bool
     gradient_accumulation_steps: int | None
     reuse_fp16_shard: bool
     dtype: Weights
@@ -119,6 +120,11 @@ class Settings:
             are summed up and clipped. A thread then updates one chunk after the other, and each is waited for where it
             is used next. At stages 1 and 2 of several ranks, where a step gathers weights, it has no effect. None: True
             if the device is an accelerator. Results do not change.
+        update_in_backward: True: the backward updates a chunk as soon as its gradient is whole, whose memory is free
+            again then: gradients have no homes, 2 bytes a 16-bit parameter less. With `deferred_update` the thread has
+            the rest of the backward, too. A step has one backward, no clipping and no loss scale, `.grad` is None, and
+            a gradient that is not finite skips no step. At stages 1 and 2 of several ranks it has no effect. Results do
+            not change.
         gradient_accumulation_steps: backwards of one optimizer step. With more than 1 the plan has room for the fp32
             sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. 1: they take it beside the plan, from
             the second backward of a step on, and on the host where the device is full. None: as 1, until steps have
@@ -173,6 +179,7 @@ class Settings:
     ignored_parameters: Collection[str] = ()
     max_prefetch: int | None = None
     deferred_update: bool | None = None
+    update_in_backward: bool = False
     gradient_accumulation_steps: int | None = None
     reuse_fp16_shard: bool = False
     dtype: Weights = None
@@ -275,6 +282,11 @@ class Settings:
             return torch.accelerator.is_available()
         return not isinstance(self.device, Emulation) and str(self.device) not in ("emulated", "cpu")
 
+    def frees_gradients(self, world_size: int) -> bool:
+        """Whether backwards use gradients up, so that a plan has no homes for them. Local; raises nothing."""
+        # Updates of weights that ranks update in parts end with a collective, which needs a point that all ranks share.
+        return self.update_in_backward and (world_size == 1 or self.stage in (0, 3))
+
     def shared(self) -> tuple[str, ...]:
         """`name=value` of each field that all ranks must have in common; these decide the order of collectives.
 
@@ -327,6 +339,11 @@ class Settings:
             raise (ValueError if _is_int(most) else TypeError)(
                 f"max_prefetch must be a number of payloads, of at least 0, found {most!r}"
             )
+        if self.update_in_backward and (steps or 1) > 1:
+            raise ValueError(
+                f"update_in_backward=True uses the gradients of each backward at once, and "
+                f"gradient_accumulation_steps={steps} adds up several: leave one of the two out"
+            )
         size = self.chunk_size
         if size is not None and not _is_int(size):
             raise TypeError(f"chunk_size must be an int (elements) or None, found {type(size).__name__}")
@@ -343,7 +360,7 @@ class Settings:
         timeout = self.rank_timeout
         if not (_is_int(timeout) or isinstance(timeout, float)) or not 0 < timeout < math.inf:
             raise ValueError(f"rank_timeout must be a number of seconds above 0, found {timeout!r}")
-        for name in ("reuse_fp16_shard", "ignore_unused_parameters", "deferred_update"):
+        for name in ("reuse_fp16_shard", "ignore_unused_parameters", "update_in_backward", "deferred_update"):
             value, or_none = getattr(self, name), name == "deferred_update"
             if not isinstance(value, bool) and not (or_none and value is None):
                 raise TypeError(f"{name} must be True or False{', or None' * or_none}, found {value!r}")

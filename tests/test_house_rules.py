@@ -39,7 +39,7 @@ LAYERS = (
 MAX_LINES = 700
 SHORT_LINES = 80
 # Today's figures for the three packages, which only get better: who betters one writes the better one here.
-FILES = 165  # one more than before: memory/disk.py, a tier
+FILES = 166  # one more than before: optimizer/summary.py, of what was optimizer/update.py
 SHORT_FILES = 0.196  # share of files under 80 lines, `__init__.py` included; the target is 0.2
 MEDIAN_LINES = 264  # the target is 180
 NAMED_TWICE = ("Accelerator", "Trainer")  # classes whose name another has: each is a name of two libraries

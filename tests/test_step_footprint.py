@@ -19,38 +19,39 @@ from tests.harness.ranks import Ranks
 PLACES: dict[str, dict[str, Any]] = {"tight": {"model_data_memory": 150_000}, "fits": {}}
 
 # Today's figures: files, lines, calls, depth. They only go down: who lowers one writes the lower number here.
-# (The files of some rows rose by one, once: rules that a prediction shares are in placement/gradient_rules.py.)
+# (The files of some rows rose by one, twice: rules that a prediction shares are in placement/gradient_rules.py, and what
+# ranks must know of the gradients is in optimizer/summary.py.)
 # Targets: a step of 45 files, a fetch of 10 files and 40 calls, a gradient of 13 files, 9 deep.
 NOISE = 1.02  # of lines and calls
 BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
     (1, "tight"): {
-        FETCH: (8, 323, 37, 7),
+        FETCH: (8, 326, 37, 7),
         GRADIENT: (8, 205, 18, 9),
         OPERATOR: (14, 556, 74, 9),
-        "backward's fetch": (8, 193, 21, 6),
-        "optimizer.step()": (38, 1963, 1631, 13),
-        STEP: (48, 3485, 2577, 15),
+        "backward's fetch": (8, 196, 21, 6),
+        "optimizer.step()": (39, 1963, 1631, 13),
+        STEP: (49, 3534, 2577, 15),
     },
     (1, "fits"): {
         GRADIENT: (8, 205, 18, 9),
-        "optimizer.step()": (39, 1812, 1367, 13),
-        STEP: (50, 3066, 1881, 15),
+        "optimizer.step()": (40, 1812, 1367, 13),
+        STEP: (51, 3107, 1881, 15),
     },
     (2, "tight"): {
         FETCH: (15, 756, 103, 9),
         GRADIENT: (24, 1084, 126, 17),
         OPERATOR: (19, 1043, 258, 11),
         "backward's fetch": (21, 1026, 184, 12),
-        "optimizer.step()": (42, 2033, 1439, 13),
-        STEP: (55, 4554, 4039, 17),
+        "optimizer.step()": (43, 2033, 1439, 13),
+        STEP: (56, 4587, 4039, 17),
     },
     (2, "fits"): {
         FETCH: (14, 490, 59, 9),
         GRADIENT: (24, 1084, 126, 17),
         OPERATOR: (19, 776, 207, 11),
         "backward's fetch": (21, 985, 165, 12),
-        "optimizer.step()": (45, 2091, 1600, 13),
-        STEP: (60, 4675, 3916, 17),
+        "optimizer.step()": (46, 2091, 1600, 13),
+        STEP: (61, 4705, 3916, 17),
     },
 }
 

@@ -218,7 +218,7 @@ def has_gradient(link: Link) -> bool:
         # Inside a backward: gradients that wait in `.grad` set their flags first.
         gradients.collect_all()
     gradient = gradients.find(managed.chunk)
-    return gradient is not None and bool(gradient.agreed[managed.position])
+    return gradient is not None and bool(gradient.agreed[managed.position]) and not gradient.used[managed.position]
 
 
 def assign(link: Link, value: Tensor) -> None:
@@ -235,6 +235,9 @@ def assign(link: Link, value: Tensor) -> None:
                 f"the gradient of {managed.name!r} must be {tuple(managed.shape)} {managed.dtype}, found "
                 f"{tuple(value.shape)} {value.dtype}"
             )
+        updates = step.grads.homes.updates
+        if updates is not None:
+            updates.refuse_gift(managed.name)
         # No backward ran since the step: the gradient needs memory, which a plan for inference does not have.
         if not step.grads.num_backwards:
             # A model that has only inferred gets its plan for training first. Flags that were raised come next.

@@ -36,6 +36,7 @@ from gemini.optimizer.step import (
     frozen_among,
     managed_of,
 )
+from gemini.optimizer.update import SCALES_LOSSES
 from gemini.runtime.chunk import ManagedParameter
 from gemini.runtime.grads import Becomes
 from gemini.runtime.step import Step
@@ -220,8 +221,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale = LossScale(
                 initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
             )
+            if model.settings.update_in_backward and any(
+                c.trainable and c.dtype is torch.float16 for c in manager.chunks
+            ):
+                raise UnsupportedError(SCALES_LOSSES)
             update = resolve_update(optimizer, elementwise)
             max_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
+            if model.settings.update_in_backward and max_norm is not None:
+                raise ValueError(
+                    f"clip_grad_norm={max_norm:g} needs all gradients before the first update, and the model's "
+                    "update_in_backward=True updates while they come: leave one of the two out"
+                )
             group_of = agreed_groups(manager.step, optimizer)
             if gpu_margin_mem_ratio is not None:
                 model.trainability.change_margin(gpu_margin_mem_ratio)
@@ -319,8 +329,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Discard the gradients of all param groups. Local, alike on every rank. After a step there are none.
 
         set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
-            A step then moves parameters without a new gradient by their moments. Raises nothing of its own.
+            A step then moves parameters without a new gradient by their moments.
+
+        Raises GeminiError if the backward has updated weights (`update_in_backward`) and no step has followed.
         """
+        if self._manager.grads.are_used:
+            raise GeminiError(
+                "zero_grad() after backward() and before step(): the backward has updated weights already, as "
+                "update_in_backward=True says. Call step() first"
+            )
         with self._manager.step.publishing():
             self._manager.grads.end_step(Becomes.of(set_to_none), self._chunk_states.ungrouped())
             self._next.reset_clipping()
@@ -413,6 +430,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._manager.step.check_idle("close()")
         with self._manager.step.publishing():
             self._manager.grads.discard_all()
+            self._optimizer_step.give_back()
             self._chunk_states.drop_all()
             self._manager.detach()
 

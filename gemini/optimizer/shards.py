@@ -73,7 +73,9 @@ class Staging:
             self._device.poison(ready(region))
         self._idle, self._lent = [], []  # no view is left: it would pass for a user's that holds the slot
         # The device's pieces lie in slots and buffers that the next forward and backward use.
-        self._pieces = {key: piece for key, piece in self._pieces.items() if piece.tier is Tier.HOST}
+        # A thread may add pieces on the host meanwhile, so this is no loop over the dict.
+        for key in [each for each in list(self._pieces) if each[0] is Tier.DEVICE]:
+            del self._pieces[key]
 
     def buffer(self, tier: Tier, name: str, numel: int, dtype: torch.dtype) -> Region:
         """Return (numel,) of `dtype` with undefined content, valid until the next `buffer` of this name on this tier.

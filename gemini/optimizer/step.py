@@ -19,15 +19,9 @@ from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import ElementwiseUpdate, group_in_words
 from gemini.optimizer.shards import GradientFactors
-from gemini.optimizer.update import (
-    ChunkUpdates,
-    GradientSummary,
-    SumsAhead,
-    compare_settings,
-    settings_of_step,
-    summarize,
-)
-from gemini.runtime.chunk import ManagedParameter
+from gemini.optimizer.summary import GradientSummary, SumsAhead, compare_settings, settings_of_step, summarize
+from gemini.optimizer.update import BackwardUpdates, ChunkUpdates
+from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.grads import Becomes, GradStore
 from gemini.runtime.step import Step
 from optim import clip_coefficient
@@ -448,13 +442,23 @@ class OptimizerStep:
         defers = model.settings.defers_update
         self._updates = ChunkUpdates(manager.step, states.by_chunk, update, param_groups, defers)
         self._transfer, self._work = manager.memory.transfer, manager.memory.work
+        self._in_backward = None
+        if model.settings.update_in_backward:
+            self._in_backward = BackwardUpdates(manager.step, self._updates, states)
+        self._homes = manager.grads.homes
+        self._homes.update_with(self._in_backward)
         self._ahead = SumsAhead(self._work) if defers else None
         if self._ahead is not None:
-            manager.grads.homes.read_with(self._ahead.begin)
+            self._homes.read_with(self._ahead.begin)
         self._moved_before = Counter(self._transfer.bytes_by_link)
 
     def request_clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Let the next step clip its gradients so. Returns their norm before that, 0-dim. Collective."""
+        if self._in_backward is not None:
+            raise GeminiError(
+                "clip_grad_norm_() needs all gradients before the first update, and update_in_backward=True updates "
+                "while they come: wrap the model without it"
+            )
         with self._manager.step.publishing():
             self._next.requested = (max_norm, norm_type)
             self._collect()
@@ -466,13 +470,17 @@ class OptimizerStep:
     def run(self) -> None:
         """Agree on the step in its last all-reduce before the update. A rank that cannot update fails before that."""
         step = self._manager.step
-        self._updates.finish()
+        if self._in_backward is None:
+            self._updates.finish()
         self._times_ms = tuple(1e3 * seconds for seconds in self._work.pop_times())
         # Everything that may be refused is checked first, while no rank has changed anything.
         self._updates.refuse_bad_hyperparameters()
         refuse_ungrouped(self._model, self._states)
         step.before_update()
         self._collect()
+        # What the backward has not used is updated now, with the buffers that its thread uses.
+        if self._in_backward is not None and any(step.grads.of(chunk).is_reduced for chunk in self._left()):
+            self._updates.finish()
         step.grads.leftovers.before_update(self._states.ungrouped())
         grad_norm = torch.empty((), dtype=torch.float32, device=self._device)
         with self._updates.room(self._states.trained):
@@ -486,18 +494,30 @@ class OptimizerStep:
             self.grad_norm = grad_norm.fill_(self._true_norm(summary))
             self._update_all(summary, max_norm)
 
+    def give_back(self) -> None:
+        """The optimizer is closed: backwards use no gradient any more. Local."""
+        self._homes.update_with(None)
+        self._updates.give_back()
+
     def _collect(self) -> None:
         """Complete the gradients, and release payloads that an update would make stale. Collective."""
-        for chunk in self._states.trained:
+        for chunk in self._left():
             self._manager.step.before_chunk_update(chunk)
         self._manager.grads.catch_up()
+
+    def _left(self) -> list[Chunk]:
+        """The chunks that the backward has not updated."""
+        if self._in_backward is None:
+            return self._states.trained
+        return [chunk for chunk in self._states.trained if not self._manager.grads.is_used(chunk)]
 
     def _summarize(self, norm_type: float) -> GradientSummary:
         """Find out what all ranks must know of the gradients."""
         trained, ungrouped = self._states.trained, self._states.ungrouped()
         live = self._manager.live if self._model.settings.model_data_memory is None else None
         step, num_parameters = self._manager.step, len(self._manager.parameters)
-        return summarize(step, trained, ungrouped, num_parameters, norm_type, self._settings(), live, self._ahead)
+        used = None if self._in_backward is None else self._in_backward.sums
+        return summarize(step, trained, ungrouped, num_parameters, norm_type, self._settings(), live, self._ahead, used)
 
     def _update_all(self, summary: GradientSummary, max_norm: float | None) -> None:
         """Do what all ranks have agreed on. Nothing in here may fail on one rank alone."""
@@ -505,20 +525,29 @@ class OptimizerStep:
         number = self._next.count_step()
         norm, ungrouped, states = self._true_norm(summary), self._states.ungrouped(), self._states
         updated = {chunk: its for chunk in states.trained if any(its := self._updates.steps(chunk, summary))}
+        left = {chunk: updated[chunk] for chunk in self._left() if chunk in updated}
         # A non-finite gradient on any rank skips the step on all ranks, because all have the same summary.
         skipped = None
         factors = GradientFactors(1.0 / self._scaling.value)
-        if summary.non_finite is not None:
-            skipped = self._manager.parameters[summary.non_finite].name
+        bad = None if summary.non_finite is None else self._manager.parameters[summary.non_finite].name
+        if bad is not None and self._in_backward is not None:
+            warn_at_script(
+                f"step {number}: the gradient of {bad!r} is not finite, and with update_in_backward=True it has "
+                "changed weights already, as in plain PyTorch. Load a checkpoint"
+            )
+        if bad is not None and self._in_backward is None:
+            skipped = bad
             warn_at_script(f"step {number} skipped on all ranks: the gradient of {skipped!r} is not finite")
         else:
             if max_norm is not None:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
             with step.failures.tearing():
                 step.grads.note_end(Becomes.USED, ungrouped)
-                self._updates.update(updated, factors)
+                self._updates.update(left, factors)
             states.note_step()
         step.grads.end_step(Becomes.USED, ungrouped)
+        if self._in_backward is not None:
+            self._in_backward.sums.discard_sums()
         scale = self._scaling.value
         self.last = StepReport(number, norm, factors.clip, skipped, scale, self._moved(), *self._times_ms)
         if updated:

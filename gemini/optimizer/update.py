@@ -1,9 +1,7 @@
-"""One step's norm, and the update of one chunk after the other."""
+"""The updates of an optimizer, one chunk after the other, in a step or inside the backward."""
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,14 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gemini.errors import GeminiError
-from gemini.memory.memory import WorkThread, WorkTicket
-from gemini.memory.transfer import Region, Ticket, ready, wait_on_stream, wait_on_tier
-from gemini.monitor.live import LiveMemory
-from gemini.optimizer.chunk_states import ChunkOptimizerState
-from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate, settings_in_words
+from gemini.errors import BudgetError, GeminiError, UnsupportedError
+from gemini.memory.memory import RankMemory, WorkTicket
+from gemini.memory.transfer import Region, ready, wait_on_stream, wait_on_tier
+from gemini.optimizer.chunk_states import ChunkOptimizerState, ChunkStates
+from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate
 from gemini.optimizer.shards import (
     TURNS,
     GradientFactors,
@@ -26,284 +22,14 @@ from gemini.optimizer.shards import (
     RunUpdate,
     ShardView,
     Staging,
-    spans_of,
     staged_bytes,
 )
+from gemini.optimizer.summary import GradientSummary, UsedSums
 from gemini.placement.demand import Kind, Tier
-from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import words_of
 from gemini.runtime.chunk import Chunk
 from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.step import Step
-from optim import NAN_LIMB, accumulate_sum_of_squares_, max_abs, norm_from_limbs, zero_norm_limbs
-from sharding import Piece
-
-# -- The step's one all-reduce: gradient norm, non-finite gradients, and which parameters have a gradient at all.
-#
-# All of it is integers, so the sum does not depend on its order: the norm's limbs (`optim.norm`), and per parameter one
-# word, whose low half counts the ranks with a gradient of it, and whose high half those with a non-finite element.
-
-
-# This is the count of one rank in the high half of a word. The low half has room for more ranks than there can be.
-_NON_FINITE = 1 << 32
-
-
-@dataclass(frozen=True)
-class GradientSummary:
-    """The gradients of one step, summarised. Equal on all ranks."""
-
-    norm: float  # inf or NaN if a gradient is not finite
-    has_gradient: bytes  # by parameter index: 1 or 0
-    non_finite: int | None  # index of the first parameter with a non-finite gradient
-    num_backwards: int  # backwards in this step: the mean over ranks, rounded up
-
-    def of(self, chunk: Chunk) -> bytes:
-        """`has_gradient` by position in the chunk, whose parameters have consecutive indices."""
-        first = chunk.parameters[0].index if chunk.parameters else 0
-        return self.has_gradient[first : first + len(chunk.parameters)]
-
-
-def summarize(
-    step: Step,
-    trainable: Sequence[Chunk],
-    ungrouped: Mapping[int, Sequence[bool]],
-    num_parameters: int,
-    norm_type: float,
-    settings: str,
-    live: LiveMemory | None,
-    ahead: SumsAhead | None,
-) -> GradientSummary:
-    """Look at all gradients once, which are reduced. Collective.
-
-    ungrouped: flags of parameters in no param group, by chunk index, then by position. Their values do not count.
-    live: readings of the device, which ranks agree on here. None: the user has fixed the budget.
-    settings: the optimizer's settings, in words. ahead: sums that were made while the backward ran.
-
-    Raises DivergenceError on all ranks if their settings differ. Another learning rate on one rank would give its
-    shards another update, without any error.
-    """
-    # These are this rank's words, by parameter index.
-    words = [0] * num_parameters
-    sums: dict[torch.device, _Sums] = {}
-    several = step.grads.num_backwards > 1
-    gradients = [step.grads.of(chunk) for chunk in trainable]
-    wait_on_tier(*(gradient.reduced() for gradient in gradients if gradient.is_reduced))  # one wait
-    for chunk, gradient in zip(trainable, gradients, strict=True):
-        if chunk.parameters:
-            first = chunk.parameters[0].index
-            words[first : first + len(gradient.got)] = gradient.got
-        if not gradient.is_reduced:
-            continue
-        flat = gradient.reduced().flat
-        device_sums = sums.setdefault(flat.device, _Sums(flat.device))
-        pieces = _counted(chunk, gradient, ungrouped.get(chunk.index))
-        made = None if ahead is None or several or norm_type != 2.0 else ahead.find(gradient, pieces)
-        if made is not None:
-            device_sums.add_made(chunk, made)
-            continue
-        for piece in pieces:
-            part = flat[piece.in_shard]
-            # Sums of several micro-batches are in fp32. A gradient that came only once is still in 16 bits: widen it,
-            # so that both are counted by the same rule.
-            if several and chunk.widens:
-                part = part.float()
-            device_sums.add(chunk, piece, part, norm_type)
-    if ahead is not None:
-        ahead.note_step(several)
-    device, communicator = step.params.device.device, step.communicator
-    # Read the device's free memory before the host waits for the sums: the driver answers slowly, and the device would
-    # be idle meanwhile.
-    readings = [] if live is None else live.words(communicator.rank, communicator.world_size)
-    for device_sums in sums.values():
-        for index in device_sums.non_finite():
-            words[index] += _NON_FINITE
-    # One all-reduce of everything that ranks must know.
-    # Gradients on the host and on the device have limbs of their own, which are added up on the host.
-    limbs = sum((device_sums.limbs.cpu() for device_sums in sums.values()), start=zero_norm_limbs())
-    bits = _bits_of(settings)
-    numbers = torch.tensor([step.grads.num_backwards, *words, *bits, *readings], dtype=torch.int64, device="cpu")
-    both = torch.cat([limbs, numbers])
-    both = both.to(device) if communicator.world_size > 1 else both  # one rank needs no copy to the device
-    communicator.all_reduce_sum_(both, "gradient summary")
-    both = both.cpu()
-    limbs, (num_backwards, *counts) = both[: limbs.numel()], both[limbs.numel() :].tolist()
-    counts, bits, readings = counts[: len(words)], counts[len(words) :][: len(bits)], counts[len(words) + len(bits) :]
-    if live is not None:
-        live.agree(readings)
-    _refuse_other_settings(communicator, settings, bits)
-    if norm_type == 2.0:
-        norm = norm_from_limbs(limbs)
-    else:
-        # All ranks take this second all-reduce or none does: the settings name the norm type, and ranks that differ in
-        # them were refused above.
-        largest = [float(device_sums.largest) for device_sums in sums.values()]
-        most = torch.tensor(
-            max([0.0, *(each for each in largest if not math.isnan(each))]), dtype=torch.float64, device="cpu"
-        )
-        most = most.to(device)
-        # Backends differ in the maximum of NaN, so NaNs are left out here and come from the limbs.
-        communicator.all_reduce_max_(most, "largest gradient")
-        norm = math.nan if limbs[NAN_LIMB] else float(most)
-    # These figures, too, come from sums over ranks, so that ranks cannot decide differently.
-    bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
-    has_gradient = bytes([word & (_NON_FINITE - 1) > 0 for word in counts])
-    return GradientSummary(norm, has_gradient, bad[0] if bad else None, -(-num_backwards // communicator.world_size))
-
-
-def settings_of_step(clip: object, loss_scale: float, param_groups: Sequence[dict[str, Any]]) -> str:
-    """Everything that a step depends on besides the model's state, as a text that ranks can compare."""
-    groups = "; ".join(map(settings_in_words, param_groups))
-    return f"clip_grad_norm={clip} loss_scale={loss_scale} {groups}"
-
-
-def compare_settings(step: Step, settings: str) -> None:
-    """Compare the settings of a step whose gradients were summarised earlier. Collective.
-
-    Raises DivergenceError, as `summarize` does.
-    """
-    bits = torch.tensor(_bits_of(settings), dtype=torch.int64, device=step.params.device.device)
-    step.communicator.all_reduce_sum_(bits, "the optimizer's settings")
-    _refuse_other_settings(step.communicator, settings, bits.tolist())
-
-
-def _refuse_other_settings(communicator: Communicator, settings: str, bits: list[int]) -> None:
-    """Raises DivergenceError if settings differ. bits: sums over ranks, so that all ranks decide alike."""
-    if any(count not in (0, communicator.world_size) for count in bits):
-        remedy = "All ranks must set the optimizer alike before a step"
-        communicator.agree(settings.encode(), "the optimizer's settings", remedy=remedy)
-
-
-def _bits_of(settings: str) -> list[int]:
-    """32 bits of a fingerprint. If all ranks have the same settings, each bit's sum is 0 or the number of ranks."""
-    # The fingerprint does not travel as one number: a rank whose number is the mean of all ranks' would find the sum
-    # right, and go on alone.
-    fingerprint = zlib.crc32(settings.encode())
-    return [fingerprint >> place & 1 for place in range(32)]
-
-
-class _Sums:
-    """Sums over the gradients on one device. The host waits for them once, at the end, and not for each chunk."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.limbs = zero_norm_limbs(device)
-        self.largest = torch.zeros((), dtype=torch.float64, device=device)
-        self._seen: list[tuple[Chunk, Piece]] = []
-        self._first_bad: list[Tensor] = []  # for each piece: its first non-finite element, or -1
-
-    def add(self, chunk: Chunk, piece: Piece, part: Tensor, norm_type: float) -> None:
-        """Add a piece. part: its elements of the reduced gradient."""
-        self._seen.append((chunk, piece))
-        self._first_bad.append(accumulate_sum_of_squares_(self.limbs, part))
-        if norm_type != 2.0:
-            # `torch.maximum` stays on the device. A comparison on the host would wait for each piece.
-            self.largest = torch.maximum(self.largest, max_abs(part).double())
-
-    def add_made(self, chunk: Chunk, made: _MadeSum) -> None:
-        """Add the pieces of a chunk that were summed before."""
-        self._seen.extend((chunk, piece) for piece in made.pieces)
-        self._first_bad.extend(made.first_bad)
-        self.limbs.add_(made.limbs)
-
-    def non_finite(self) -> list[int]:
-        """Indices of the parameters that have the first non-finite element of a piece. Waits for the device."""
-        found = torch.stack(self._first_bad).tolist() if self._first_bad else []
-        pairs = zip(self._seen, found, strict=True)
-        return [chunk.parameter_at(piece.payload_start + first).index for (chunk, piece), first in pairs if first >= 0]
-
-
-def _counted(chunk: Chunk, gradient: ChunkGradient, ungrouped: Sequence[bool] | None) -> list[Piece]:
-    """The pieces of the reduced gradient that this rank adds to the norm. `shard_start` refers to `reduced()`."""
-    several = chunk.layout.world_size > 1
-    # On several ranks a parameter without a gradient has zeros, which add nothing: take whole shards.
-    if ungrouped is None and several:
-        pieces = list(chunk.layout.slices(chunk.rank))
-    elif ungrouped is None and all(gradient.got):
-        pieces = [Piece(0, 0, chunk.optim_numel)]
-    elif ungrouped is None:
-        # On one rank elements without a gradient have values of an earlier step: leave them out.
-        got = [position for position, has in enumerate(gradient.got) if has]
-        pieces = [Piece(start, start, numel) for start, numel, _ in spans_of(chunk, got)]
-    else:
-        pieces = [
-            piece
-            for position, managed in enumerate(chunk.parameters)
-            if not (ungrouped is not None and ungrouped[position]) and (several or gradient.got[position])
-            for piece in chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
-        ]
-    # The gradient is whole on every rank, and each rank counts its share of it.
-    if several and chunk.optim_layout.world_size == 1:
-        return [Piece(piece.payload_start, piece.payload_start, piece.numel) for piece in pieces]
-    return pieces
-
-
-# -- Sums of gradients that rest on the host, made by a thread while the backward goes on.
-#
-# A norm's limbs are integers, so chunks may be summed in any order: each one is, as soon as its gradient has come to
-# rest. A step takes the sum if nothing has written to the gradient since, and else makes another. Steps of several
-# micro-batches sum up at the end: only then is the gradient whole.
-
-
-@dataclass
-class _MadeSum:
-    """The sum of one chunk's gradient, and of which elements it is."""
-
-    ticket: WorkTicket
-    source: Tensor
-    version: int  # of `source`, which every write raises
-    pieces: list[Piece]
-    limbs: Tensor  # see `zero_norm_limbs`
-    first_bad: list[Tensor]  # see `_Sums`
-
-
-class SumsAhead:
-    """The sums of one model's gradients that a thread makes for the next step."""
-
-    def __init__(self, work: WorkThread) -> None:
-        self._work = work
-        self._made: dict[int, _MadeSum] = {}  # by chunk index
-        self._is_of_use = True
-
-    def begin(self, gradient: ChunkGradient, backward: int) -> None:
-        """Sum up a gradient that has come to rest on the host, or is on its way there. Local."""
-        if backward > 1 or not self._is_of_use:
-            return
-        chunk, region = gradient.chunk, gradient.reduced()
-        pieces, ticket, arriving = _counted(chunk, gradient, None), WorkTicket(self._work), region.tickets.write
-        made = _MadeSum(ticket, region.flat, region.flat._version, pieces, zero_norm_limbs(), [])
-        ticket.read(region)
-        try:
-            self._work.begin(partial(_sum_up, made, arriving))
-        except BaseException as error:
-            ticket.end(GeminiError(f"the sum of a gradient did not begin: {words_of(error)}"))
-            raise
-        self._made[chunk.index] = made
-
-    def find(self, gradient: ChunkGradient, pieces: list[Piece]) -> _MadeSum | None:
-        """The sum of these pieces of the gradient as it is now, or None. Waits until it is made."""
-        made, flat = self._made.get(gradient.chunk.index), gradient.reduced().flat
-        if made is None or made.pieces != pieces or flat.data_ptr() != made.source.data_ptr():
-            return None
-        made.ticket.wait()
-        return made if flat._version == made.version and flat.dtype is made.source.dtype else None
-
-    def note_step(self, had_several: bool) -> None:
-        """The sums were taken. had_several: the step had several micro-batches, as the next one will."""
-        self._made.clear()
-        self._is_of_use = not had_several
-
-
-def _sum_up(made: _MadeSum, arriving: Ticket | None) -> None:
-    try:
-        if arriving is not None:
-            arriving.wait()
-        with torch.no_grad():
-            for piece in made.pieces:
-                made.first_bad.append(accumulate_sum_of_squares_(made.limbs, made.source[piece.in_shard]))
-    except BaseException as error:
-        made.ticket.end(error)
-        raise
-    made.ticket.end()
-
 
 # -- Updates of chunks, each on the tier of its state.
 #
@@ -321,6 +47,11 @@ BATCH_NUMEL = 2**25
 DEFERRED_NUMEL = 2**20
 """The same of updates that a thread carries out on the host: 1 ms at 30 GB/s. Whoever waits for a chunk waits for all
 that are updated together with it."""
+
+
+_WAITING = "gradients on their way to an update"
+_SHARE_OF_ROOM = 4
+"""They take a fourth of what is free on the host: the rest is for what no plan knows of, such as spilled gradients."""
 
 
 @dataclass(frozen=True)
@@ -349,6 +80,47 @@ class _Begun:
     gradient: Region | None  # on the tier
 
 
+class _GradientsOnHost:
+    """Host memory in which gradients wait for the thread that updates the weights, where they have no homes.
+
+    The thread takes them in their order, so the buffer that was filled first is the first to be free.
+    """
+
+    def __init__(self, memory: RankMemory) -> None:
+        self._memory = memory
+        self._kept: list[Region] = []  # (bytes,) uint8
+        self._is_for: list[int] = []
+        self._next = 0
+
+    def fit(self, sizes: list[int]) -> None:
+        """Have buffers for the gradients of these bytes, as many as there is room for. Raises BudgetError for none."""
+        if sizes == self._is_for:
+            return
+        for buffer in self._kept:
+            self._memory.free(buffer, _WAITING)
+        self._kept, self._is_for, self._next = [], [], 0
+        host = self._memory.host
+        most = sum(sizes)
+        if host.capacity_bytes is not None:
+            most = min(most, (host.capacity_bytes - host.ledger.total_bytes) // _SHARE_OF_ROOM)
+        for _ in range(min(len(sizes), max(2, most // max(sizes, default=1)))):
+            try:
+                self._kept.append(self._memory.allocate(Tier.HOST, max(sizes), torch.uint8, _WAITING))
+            except BudgetError:
+                if not self._kept:
+                    raise
+                break  # the backward waits for the thread more often
+        self._is_for = sizes
+
+    def copy(self, gradient: Region) -> Region:
+        """A copy of the gradient, on its way. Waits until the thread is done with what was there before."""
+        buffer = self._kept[self._next % len(self._kept)]
+        self._next += 1
+        copied = buffer[: gradient.nbytes].view(gradient.dtype)
+        self._memory.transfer.copy(copied, gradient)
+        return copied
+
+
 class ChunkUpdates:
     """Updates the chunks of one model."""
 
@@ -362,12 +134,15 @@ class ChunkUpdates:
     ) -> None:
         """defers: a thread updates chunks whose states are on the host, beside what follows the step."""
         self._step = step
+        self._grads = step.grads
         self._states = states
         self._update = update
         self._param_groups = param_groups
         self._staging = Staging(step)
+        self._num_alone = 0  # updates outside of steps
         self._memory = memory = step.params.memory
         self._transfer, self._work = memory.transfer, memory.work
+        self._on_host = _GradientsOnHost(memory)
         # A torch optimizer's update is code of the user's, and allocates.
         self._defers = defers and isinstance(update, AdamUpdate)
 
@@ -428,6 +203,34 @@ class ChunkUpdates:
         for batch in self._batches(self._plan(chunk, chunks[chunk], number) for number, chunk in enumerate(now)):
             self._finish(batch, factors)
 
+    def update_with(self, chunk: Chunk, steps: bytes, gradient: Region) -> None:
+        """Update a chunk with a gradient that is (optim_numel,) on the device and is not needed any more. Local.
+
+        steps: by position, the parameters that have a gradient.
+        """
+        number, self._num_alone = self._num_alone, self._num_alone + 1
+        factors = GradientFactors()
+        if self._deferred({chunk: steps}):
+            # The thread may take its time: the slot is free again once the gradient has left it.
+            self._defer({chunk: steps}, factors, self._on_host.copy(gradient))
+            return
+        for batch in self._batches([self._plan(chunk, steps, number, gradient=gradient)]):
+            self._finish(batch, factors)
+
+    def prepare(self) -> None:
+        """A backward begins that updates weights: take the host memory in which gradients wait for the thread.
+
+        Raises what a step would refuse, and why an update of the last step has failed.
+        """
+        self.finish()
+        self.refuse_bad_hyperparameters()
+        chunks = {state.chunk: b"" for state in self._states.values() if state.chunk.trainable}
+        self._on_host.fit([chunk.optim_numel * _widest(chunk) for chunk in self._deferred(chunks)])
+
+    def give_back(self) -> None:
+        """Free the memory that `prepare` has taken."""
+        self._on_host.fit([])
+
     def finish(self) -> None:
         """Wait for the updates of the last step. Raises why one of them has failed."""
         self._work.finish()
@@ -439,14 +242,17 @@ class ChunkUpdates:
             return {}
         return {chunk: steps for chunk, steps in chunks.items() if self._states[chunk.index].update_tier is Tier.HOST}
 
-    def _defer(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors) -> None:
-        """Have a thread update chunks, and write down that it is done. Who needs a region waits for it."""
+    def _defer(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors, gradient: Region | None = None) -> None:
+        """Have a thread update chunks, and write down that it is done. Who needs a region waits for it.
+
+        gradient: of the only chunk. None: those at rest.
+        """
         update = self._update
         assert isinstance(update, AdamUpdate)
         tickets = [WorkTicket(self._work) for _ in chunks]
         try:
             updates = [
-                self._plan(chunk, steps, number, ticket)
+                self._plan(chunk, steps, number, ticket, gradient)
                 for number, ((chunk, steps), ticket) in enumerate(zip(chunks.items(), tickets, strict=True))
             ]
             for each in updates:
@@ -494,15 +300,22 @@ class ChunkUpdates:
             has_gradient = bytes(has and group is not None for has, group in zip(has_gradient, groups, strict=True))
         return has_gradient
 
-    def _plan(self, chunk: Chunk, steps: bytes, number: int, ticket: WorkTicket | None = None) -> _ChunkUpdate:
+    def _plan(
+        self,
+        chunk: Chunk,
+        steps: bytes,
+        number: int,
+        ticket: WorkTicket | None = None,
+        gradient: Region | None = None,
+    ) -> _ChunkUpdate:
         """What to update of a chunk, and where it is. number: of the chunk, for its turn. Nothing moves yet."""
         state = self._states[chunk.index]
         runs = state.runs(steps)
         # All updated parameters are in other ranks' shards. Count their steps here too.
         if not any(run.numel for run in runs):
             return _ChunkUpdate(state, None, None, None, [state.start(run) for run in runs])
-        grads, moments, homes = self._step.grads, None, chunk.homes
-        gradient = grads.of(chunk).reduced()
+        moments, homes = None, chunk.homes
+        gradient = self._grads.of(chunk).reduced() if gradient is None else gradient
         if ticket is not None:
             gradient, moments = ticket.hand_over(gradient), ticket.hand_over(state.all_flats())
             homes = {kind: ticket.hand_over(homes[kind]) for kind in (Kind.PARAM, Kind.MASTER) if kind in homes}
@@ -613,6 +426,11 @@ def _close(update: _ChunkUpdate) -> None:
         update.weights.close(update.state.are_all([each.run for each in update.runs]))
 
 
+def _widest(chunk: Chunk) -> int:
+    """Bytes of an element of a gradient that has not come to rest: one rank's have the dtype of the weights."""
+    return max(chunk.dtype.itemsize, chunk.gradient_dtype.itemsize)
+
+
 def _is_updated_in_parts(chunk: Chunk) -> bool:
     """Whether every rank keeps the weights whole and updates a part of them."""
     return chunk.home_layout.world_size < chunk.optim_layout.world_size
@@ -634,3 +452,92 @@ def _all_gather_weights(step: Step, chunk: Chunk) -> None:
             params.memory.transfer.copy(home[others], payload[others])
         # What is launched into the slot next must not overtake the copies that read the payload.
         wait_on_stream(payload)
+
+
+# -- Updates inside the backward (`update_in_backward`): the gradient of a chunk is used as soon as it is whole.
+#
+# Its weights are not needed any more then, by this backward. A later need of them is refused by `Payloads.fetch` or by
+# autograd, which compares versions. Where a gradient cannot be used yet it rests as without the setting, in memory that
+# no plan has counted, and the step uses it: only a part of the chunk's gradients has come, or something still uses the
+# weights.
+
+
+_USES_UP = "and update_in_backward=True uses them up at once: wrap the model without it"
+SCALES_LOSSES = (
+    "update_in_backward=True updates while gradients come, and float16 weights need all of them first: a step with one "
+    "that is not finite is skipped. Train in bfloat16, or wrap the model without it"
+)
+
+
+class BackwardUpdates:
+    """The updates that the backwards of one model carry out (`UpdatesInBackward`)."""
+
+    def __init__(self, step: Step, updates: ChunkUpdates, states: ChunkStates) -> None:
+        self.sums = UsedSums()
+        self._step = step
+        self._updates = updates
+        self._states = states
+
+    def begin(self) -> None:
+        """See `UpdatesInBackward`."""
+        if self._states.trains_fp16:
+            raise UnsupportedError(SCALES_LOSSES)
+        grads = self._step.grads
+        if not grads.accumulation.synchronizes:
+            raise GeminiError(f"a backward under no_sync() adds up gradients, {_USES_UP}")
+        if grads.are_used:
+            raise GeminiError(f"a second backward before optimizer.step() adds up gradients, {_USES_UP}")
+        self.sums.discard_sums()  # of a backward whose gradients were discarded
+        self._updates.prepare()
+
+    def use_up(self, gradient: ChunkGradient, reduced: Region) -> bool:
+        """See `UpdatesInBackward`. Raises GeminiError for a gradient of weights that were updated with another part."""
+        chunk, step = gradient.chunk, self._step
+        for managed, used, fired in zip(chunk.parameters, gradient.used, gradient.fired, strict=True):
+            if used and fired:
+                raise GeminiError(
+                    f"a second gradient of {managed.name!r} came in one backward, after its weights were updated. "
+                    "Reentrant checkpointing makes such gradients: use checkpoint(..., use_reentrant=False), or wrap "
+                    "the model without update_in_backward=True"
+                )
+        # The node that made the gradient is over, and holds its chunks no longer.
+        step.leave_node()
+        if not self._may_use(gradient):
+            return False
+        self.sums.add(gradient, reduced.flat)
+        with step.failures.tearing(), torch.no_grad():
+            step.binding.write_back(chunk)
+            step.binding.snapshots.drop(chunk)
+            step.before_chunk_update(chunk)
+            gradient.note_used()
+            self._updates.update_with(chunk, bytes(gradient.fired), reduced)
+        return True
+
+    def refuse_reuse(self, chunk: Chunk) -> None:
+        """See `UpdatesInBackward`."""
+        grads = self._step.grads
+        if grads.in_backward and grads.is_used(chunk):
+            raise GeminiError(
+                f"the backward needs weights again that it has updated ({chunk.names()}), as where a weight is used "
+                "detached, too, or in several calls with use_reentrant=True: wrap the model without "
+                "update_in_backward=True"
+            )
+
+    def refuse_gift(self, name: str) -> None:
+        """See `UpdatesInBackward`."""
+        raise GeminiError(f"the gradient of {name!r} cannot be set: none waits for the step, {_USES_UP}")
+
+    def _may_use(self, gradient: ChunkGradient) -> bool:
+        chunk = gradient.chunk
+        state = self._states.by_chunk.get(chunk.index)
+        # Gradients of parameters in no group stay after a step.
+        if state is None or None in state.groups or _is_updated_in_parts(chunk):
+            return False
+        # Others are to be added to a gradient at rest. A chunk in use must keep its weights.
+        if gradient.is_reduced or gradient.is_behind or chunk.pins or self._step.params.is_coming(chunk):
+            return False
+        # Weights whose gradients have not come may still be needed. On several ranks another rank may have a gradient
+        # that this one has not, and all must count the same steps.
+        if gradient.num_fired == sum(gradient.trained):
+            return True
+        return gradient.is_alone and not self._step.grads.in_backward

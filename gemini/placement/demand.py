@@ -142,7 +142,7 @@ class LinkBytes:
 
     read: int = 0  # parameters, if the update runs on the other tier and reads them
     written: int = 0  # parameters, if the update runs on the other tier
-    summed: int = 0  # the reduced gradient, if the update runs on the other tier
+    summed: int = 0  # the reduced gradient, if the update runs on another tier than where it is
     reduced: int = 0  # gradients of all micro-batches, to a home on the host and back for the next sum
     made_whole: int = 0  # parameters that rest whole on the host although each rank updates only a part of them
 
@@ -158,6 +158,7 @@ class ChunkDemand:
     needs_gradient_slot: bool  # likewise for its gradient
     may_keep_slot: bool = False  # the parameter home is one piece of the payload, so that both can share memory
     is_frozen: bool = False  # no step reads its master and optimizer state, which are kept for when it is unfrozen
+    frees_gradient: bool = False  # the backward uses the gradient up, on the device: it never comes to rest
     persists: bool = False  # the parameters must rest whole on the device: they never take a slot
     numel: int = 0  # elements of the payload
     link: LinkBytes = LinkBytes()

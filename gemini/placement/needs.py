@@ -174,12 +174,14 @@ def demand_of(
     max_host_bytes: int | None = None,
     optim_states: Sequence[int] | None = None,
     costs: Costs = ON_THE_CPU,
+    frees_gradients: bool = False,
 ) -> Demand:
     """The demand of these chunks.
 
     trained: for each weight, in the order of the chunks. kept: the states that frozen chunks still have, by chunk
     index. micro_batches: per step, whose gradients are added up. max_host_bytes: budget of the host. None: no bound.
     optim_states: how many states per element the optimizer keeps, by chunk. None: Adam's two. costs: of the device.
+    frees_gradients: see `Settings`.
     """
     # One trained weight makes its chunk a trained one: gradient and optimizer state are allocated per chunk.
     flags = iter(trained)
@@ -195,7 +197,8 @@ def demand_of(
         is_trained, has = chunk.index in indices, kept.get(chunk.index, frozenset())
         alike = _key_of(chunk), is_trained, has, num_states
         if alike not in demands:
-            demands[alike] = _chunk_demand(chunk, is_trained, has, stage, world_size, micro_batches, num_states)
+            facts = chunk, is_trained, has, stage, world_size, micro_batches, num_states
+            demands[alike] = _chunk_demand(*facts, frees_gradients and is_trained)
         of_chunks.append(demands[alike])
     return Demand(
         tuple(of_chunks),
@@ -241,10 +244,13 @@ def _chunk_demand(
     world_size: int,
     micro_batches: int,
     optim_states: int,
+    frees_gradient: bool,
 ) -> ChunkDemand:
     dtypes, optim_numel = chunk.dtypes, chunk.optim_layout.shard_numel
     home_bytes = {Kind.PARAM: chunk.home_layout.shard_numel * dtypes.weight.itemsize}
-    if is_trained:
+    if frees_gradient:
+        home_bytes[Kind.GRAD] = 0
+    elif is_trained:
         home_bytes[Kind.GRAD] = _gradient_home_numel(chunk, stage, micro_batches) * dtypes.rest.itemsize
         # From the second micro-batch on the sum is kept in fp32, in addition to the 16-bit home.
         if micro_batches > 1 and dtypes.widens:
@@ -259,6 +265,7 @@ def _chunk_demand(
     # With one rank, fp32 micro-batches accumulate in the gradient home itself. Several ranks, and gradients that rest
     # in another dtype or in 16 bits, need a slot: the new gradient must not overwrite the running sum.
     accumulates_at_home = world_size == 1 and not dtypes.weight.is_half and dtypes.rest == dtypes.weight
+    accumulates_at_home &= not frees_gradient
     return ChunkDemand(
         chunk.payload_bytes,
         home_bytes,
@@ -267,15 +274,16 @@ def _chunk_demand(
         needs_gradient_slot=not accumulates_at_home,
         may_keep_slot=is_sharded and len(chunk.layout.units) == 1,
         is_frozen=not is_trained,
+        frees_gradient=frees_gradient,
         persists=chunk.persists,
         numel=chunk.layout.numel,
-        link=_link_bytes(chunk, stage, world_size, micro_batches) if is_trained else LinkBytes(),
+        link=_link_bytes(chunk, stage, world_size, micro_batches, frees_gradient) if is_trained else LinkBytes(),
         updated_numel=optim_numel if is_trained else 0,
         optim_states=optim_states,
     )
 
 
-def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: int) -> LinkBytes:
+def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: int, frees_gradient: bool) -> LinkBytes:
     """The bytes that cross the link in a step if the chunk's states rest on two tiers, as `simulate.py` counts them."""
     dtypes, numel = chunk.dtypes, chunk.optim_layout.shard_numel
     updated = dtypes.weight.itemsize * numel
@@ -290,7 +298,7 @@ def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: i
     return LinkBytes(
         read=0 if dtypes.weight.is_half and not chunk.splits_master else updated,
         written=updated,
-        summed=numel * (FLOAT32.itemsize if is_wide else dtypes.rest.itemsize),
+        summed=numel * (FLOAT32 if is_wide else arriving if frees_gradient else dtypes.rest).itemsize,
         reduced=reduced,
         made_whole=chunk.payload_bytes if chunk.home_layout.world_size < chunk.optim_layout.world_size else 0,
     )
@@ -426,6 +434,7 @@ def packing_demand(
         max_host_bytes=max_host_bytes,
         optim_states=optim_states,
         costs=WITH_STREAMS if settings.has_streams else ON_THE_CPU,
+        frees_gradients=settings.frees_gradients(world_size),
     )
 
 

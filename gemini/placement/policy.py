@@ -62,6 +62,8 @@ def at_rest_bytes(chunk: ChunkDemand, homes: dict[Kind, Tier]) -> int:
     """The bytes that gradients and the update move for a trained chunk."""
     link, param, at = chunk.link, homes[Kind.PARAM], homes.get(Kind.OPTIM, homes[Kind.PARAM])
     grad = homes[Kind.GRAD] if chunk.home_bytes[Kind.GRAD] else param  # without a home it rests in the parameters'
+    if chunk.frees_gradient:
+        grad = Tier.DEVICE
     num_bytes = 0
     if param is not at:
         num_bytes += link.read + link.written

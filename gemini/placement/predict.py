@@ -47,6 +47,7 @@ class Simulation:
         self.traffic = Traffic()
         self.payloads = SimulatedPayloads(plan, self.traffic)
         self.gradients = Gradients(plan, self.payloads, self.traffic)
+        self.gradients.use_with(self._use, self._leave_node)
         self.homes = self.gradients.homes
         self._plan = plan
         self._schedule = schedule
@@ -58,6 +59,7 @@ class Simulation:
         self._chunk_of = [chunk_of[weight.name] for weight in plan.spec.weights]
         self._num_updates = 0
         self._in_backward = False
+        self._arriving_in: int | None = None  # the task in which a gradient arrives now
         self._nodes: dict[int, tuple[int, list[int]]] = {}  # by task: the running node, and the chunks that it pins
 
     @property
@@ -105,14 +107,14 @@ class Simulation:
         for chunk in self.gradients.of:
             self.payloads.release(chunk)
         for chunk, gradient in self.gradients.of.items():
-            if not gradient.got:
+            if not gradient.got or gradient.is_used:
                 continue
             self.payloads.release(chunk)
             # A rank may hold no element of the weights that have a gradient. It updates nothing and restores a lent
             # home.
             if self._num_updated(chunk, gradient.got):
                 # The update writes the new weights into their home, so nothing is left to restore there.
-                self._update(chunk)
+                self._update(chunk, self.homes.tier_of(chunk), self.homes.num_bytes(chunk))
                 self.homes.lent.discard(chunk)
             self.homes.restore(chunk)
             # Each rank holds the weights whole and has updated only its part.
@@ -136,7 +138,9 @@ class Simulation:
         payloads = self.payloads
         # Gradients arrive in any case. If everything is resident, nothing else happens inside a pass.
         if moment.act is Act.GRADIENT:
+            self._arriving_in = max(0, moment.task)
             self.gradients.arrive(self._chunk_of[moment.which], moment.which)
+            self._arriving_in = None
         elif payloads.is_resident:
             return
         elif moment.act is Act.BEGIN:
@@ -157,9 +161,12 @@ class Simulation:
     def _read(self, moment: Moment) -> None:
         chunk = self._chunk_of[moment.which]
         # A payload whose home is the device is there already, unless the home holds the chunk's gradient.
-        if self.payloads.at_home[chunk] and chunk not in self.homes.lent:
-            return
         # As in a run, where a handle names the operator in whose forward the weight was saved.
+        if self.payloads.at_home[chunk] and chunk not in self.homes.lent:
+            if self._plan.world_size == 1:
+                self.payloads.events.reach(moment.operator, Phase.BACKWARD)
+                self._note_use(chunk)
+            return
         self.payloads.events.reach(moment.operator, Phase.BACKWARD)
         self._follow(moment)
         self._fetch(chunk)
@@ -187,6 +194,7 @@ class Simulation:
         if not payloads.is_there(chunk):
             homes.reclaim(chunk)
         if payloads.at_home[chunk]:
+            self._note_use(chunk)
             return
         payloads.next_use.touch(chunk)
         # Reductions that are due may take the home of this chunk's parameters for a gradient.
@@ -195,6 +203,11 @@ class Simulation:
             if not payloads.is_there(chunk):
                 homes.reclaim(chunk)
         payloads.fetch(chunk)
+
+    def _note_use(self, chunk: int) -> None:
+        """One rank traces uses of chunks that never leave, too: it looks as many uses ahead."""
+        if self._plan.world_size == 1:
+            self.payloads.next_use.touch(chunk)
 
     def _gather_ahead(self) -> None:
         for chunk in self.payloads.to_gather():
@@ -215,7 +228,18 @@ class Simulation:
         pieces = (facts.optim_layout.pieces(rank, rows[spec.name], spec.numel) for spec in specs)
         return sum(piece.numel for its in pieces for piece in its)
 
-    def _update(self, chunk: int) -> None:
+    def _use(self, chunk: int, gradient_bytes: int) -> None:
+        """Update a chunk in the backward, with a gradient on the device."""
+        self.payloads.release(chunk)
+        if self._num_updated(chunk, self.gradients.of[chunk].fired):
+            self._update(chunk, Tier.DEVICE, gradient_bytes)
+
+    def _leave_node(self) -> None:
+        # Inside a fetch they are lifted already.
+        if self._arriving_in is not None:
+            self._lift(self._arriving_in)
+
+    def _update(self, chunk: int, gradient_is_at: Tier, gradient_bytes: int) -> None:
         """Copy what the update reads to the tier of the optimizer state, and what it writes back home."""
         facts, homes, traffic = self._facts[chunk], self._plan.placement.homes[chunk], self.traffic
         rests, numel = homes[Kind.OPTIM], facts.optim_layout.shard_numel
@@ -235,7 +259,7 @@ class Simulation:
         if not has_master or facts.splits_master:
             traffic.copy(homes[Kind.PARAM], at, num_bytes, MoveReason.UPDATE)
         traffic.copy(at, homes[Kind.PARAM], num_bytes, MoveReason.UPDATE)
-        traffic.copy(self.homes.tier_of(chunk), at, self.homes.num_bytes(chunk), MoveReason.UPDATE)
+        traffic.copy(gradient_is_at, at, gradient_bytes, MoveReason.UPDATE)
 
     def _make_whole(self, chunk: int) -> None:
         """Gather the updated parts of weights that every rank holds whole."""

@@ -292,6 +292,7 @@ class Gradient:
     fired: set[int] = field(default_factory=set)  # weights whose gradients are in the open payload
     got: set[int] = field(default_factory=set)  # weights with a gradient since the last step
     is_reduced: bool = False
+    is_used: bool = False  # the backward has updated the weights with it
     is_wide: bool = False  # the reduced gradient is in fp32 beside its home
     wide: Tier | None = None  # tier of the fp32 memory, once it was allocated
     first_backward: int = 0  # the backward of this step that was reduced first

@@ -6,10 +6,10 @@ in the same order. Both ask `gradient_rules.py` and `ReductionOrder` what is to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from gemini.placement.demand import Kind, Tier
+from gemini.placement.demand import Dtype, Kind, Tier
 from gemini.placement.gradient_rules import MAX_WAITING, SumRule, expected_after, first_to_spill
 from gemini.placement.needs import num_tiles
 from gemini.placement.next_use import ReductionOrder
@@ -52,6 +52,12 @@ class Gradients:
                 if self._keeps_whole and dtypes.rest == dtypes.weight and home is Tier.DEVICE:
                     self._whole.add(index)
         self.homes = Homes(plan, self.of, payloads, traffic)
+        self._payloads = payloads
+        self._frees = [chunk.frees_gradient for chunk in plan.demand.chunks]
+        trains = {weight.name: weight.trainable for weight in plan.spec.weights}
+        self._num_trained = [sum(map(trains.__getitem__, facts.names)) for facts in chunks]
+        self._use: Callable[[int, int], None] | None = None
+        self._leave_node: Callable[[], None] = lambda: None
         # Fetches that are collectives give all ranks common points at which to reduce. Without them the order is all
         # they share.
         self._gathers_in_backward = stage == 3 and not self._is_alone and not payloads.is_resident
@@ -60,6 +66,13 @@ class Gradients:
         self._order = ReductionOrder[int](list(self.of))  # a touch is its number within a backward here
         self._touches: dict[int, int] = {}  # of the backward that was recorded last
         self._begin()
+
+    def use_with(self, use: Callable[[int, int], None], leave_node: Callable[[], None]) -> None:
+        """Have `use(chunk, num_bytes)` update a chunk with a gradient that the backward uses up.
+
+        leave_node: lifts the pins of the node that has made the gradient.
+        """
+        self._use, self._leave_node = use, leave_node
 
     # -- a backward
 
@@ -77,7 +90,7 @@ class Gradients:
         self._order.begin(self._touches)
         self._next_in_order = 0
         self._num_touches = 0
-        self._is_off = False
+        self._is_off = self._is_ending = False
 
     def arrive(self, chunk: int, weight: int) -> None:
         """Autograd has made the gradient of a weight of the chunk."""
@@ -112,6 +125,7 @@ class Gradients:
         # What still waits has to be in the payloads before these are reduced.
         for chunk in list(self._waiting):
             self._collect(chunk)
+        self._is_ending = True
         # One rank agrees with nobody and expects in the next backward what came in this one.
         if self._is_alone:
             for chunk, gradient in self.of.items():
@@ -155,7 +169,7 @@ class Gradients:
     def end_step(self) -> None:
         """Drop all gradients after a step used them."""
         for gradient in self.of.values():
-            gradient.is_reduced = gradient.is_wide = False
+            gradient.is_reduced = gradient.is_wide = gradient.is_used = False
             gradient.got = set()
         self.homes.end_step()
 
@@ -279,7 +293,7 @@ class Gradients:
         if self._is_alone:
             # One rank rounds on the device, so that the narrower gradient crosses the link.
             source = facts.dtypes.rest if facts.dtypes.narrows else facts.dtypes.weight
-            self.homes.merge(chunk, source, facts.layout.numel, self._backward)
+            self._merge(chunk, source, facts.layout.numel)
             self._close(chunk)
             return
         self.homes.before_reduction(chunk)
@@ -301,5 +315,18 @@ class Gradients:
             # The mean travels in the dtype in which it rests, not in that of the reduction.
             tiles = num_tiles(facts, self._stage, self._scratch_bytes)
             self._traffic.exchange(Exchange.WHOLE_GRADIENT, numel * facts.dtypes.rest.itemsize, tiles)
-        self.homes.merge(chunk, facts.dtypes.rest, numel, self._backward)
+        self._merge(chunk, facts.dtypes.rest, numel)
         self._close(chunk)
+
+    def _merge(self, chunk: int, source: Dtype, numel: int) -> None:
+        """Bring to rest `numel` elements that were reduced on the device, or use them up, as `GradHomes.merge`."""
+        gradient, payloads = self.of[chunk], self._payloads
+        if self._use is not None and self._frees[chunk] and not gradient.is_reduced:
+            self._leave_node()
+            in_use = payloads.pins[chunk] or payloads.is_coming(chunk)
+            is_over = self._is_alone and self._is_ending
+            if not in_use and (is_over or len(gradient.fired) == self._num_trained[chunk]):
+                gradient.is_used = True
+                self._use(chunk, numel * source.itemsize)
+                return
+        self.homes.merge(chunk, source, numel, self._backward)

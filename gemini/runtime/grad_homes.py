@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -240,7 +241,7 @@ class GradMemory:
         """Drop a gradient that the step consumed, or that was discarded. The caller writes its flags."""
         if gradient.state is not GradState.CLOSED:
             self.close(gradient)
-        if gradient.is_reduced:
+        if gradient.is_reduced or gradient.is_used:
             gradient.become_reduced(ReducedState.NONE)
         if gradient.is_behind:
             gradient.become_unsynced(UnsyncedState.NONE)
@@ -280,6 +281,22 @@ def _zero_unwritten(gradient: ChunkGradient, are_left: bool = False) -> None:
 # step? Where this rank's gradient rests must not matter.
 
 
+class UpdatesInBackward(Protocol):
+    """What uses gradients up while the backward runs. All of it is local."""
+
+    def begin(self) -> None:
+        """A backward begins. Raises what a step would refuse, and GeminiError if there are gradients to add to."""
+
+    def use_up(self, gradient: ChunkGradient, reduced: Region) -> bool:
+        """Update the chunk with its gradient, (optim_numel,) on the device. False: it has to rest until the step."""
+
+    def refuse_reuse(self, chunk: Chunk) -> None:
+        """Raises GeminiError if a backward has updated the chunk's weights, which it needs as they were."""
+
+    def refuse_gift(self, name: str) -> None:
+        """Raises GeminiError for a gradient that a user sets, of the parameter of this name."""
+
+
 class GradHomes:
     """The reduced gradients of all trainable chunks of one model. All of it is local."""
 
@@ -295,11 +312,16 @@ class GradHomes:
         self._lending = LendingHistory()
         self._has_warned = False
         self._reader: Callable[[ChunkGradient, int], None] | None = None
+        self.updates: UpdatesInBackward | None = None
         self.reset_lending()
 
     def read_with(self, reader: Callable[[ChunkGradient, int], None]) -> None:
         """Have `reader` called with each gradient that has come to rest on the host, and its backward's number."""
         self._reader = reader
+
+    def update_with(self, updates: UpdatesInBackward | None) -> None:
+        """Offer each gradient to `updates` before it comes to rest. None: all of them rest until a step."""
+        self.updates = updates
 
     def reset_lending(self) -> None:
         """Other chunks are trained from now on, or homes have moved. No home is lent at this moment."""
@@ -317,7 +339,12 @@ class GradHomes:
     # -- coming to rest
 
     def merge(self, gradient: ChunkGradient, reduced: Region, backward: int) -> None:
-        """Write `reduced` to the shard, or add it if the step has a gradient that the payload did not start with."""
+        """Write `reduced` to the shard, or add it if the step has a gradient that the payload did not start with.
+
+        Where the backward updates weights it may be used up instead.
+        """
+        if self.updates is not None and self.updates.use_up(gradient, reduced):
+            return
         is_first = self.begin(gradient, backward)
         target, replaces = gradient.reduced(), is_first or gradient.content is Content.SUM
         self.put(target, reduced, replaces)
@@ -360,7 +387,7 @@ class GradHomes:
 
         Every rank calls it at the same point.
         """
-        if gradient.is_reduced:
+        if gradient.is_reduced or gradient.is_used:
             return
         with untracked():
             self.before_reduction(gradient.chunk)

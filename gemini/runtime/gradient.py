@@ -108,11 +108,13 @@ class ReducedState(State):
         runtime/grad_homes.py) still holds the parameters.
     IN_SHARD: in `shard`, in `gradient_dtype`: in a home of its own, or in the parameter home.
     WIDE: in `wide`, in fp32, since several micro-batches were added to a 16-bit gradient. `shard` is undefined.
+    USED: nowhere: the backward has updated the weights with it (`update_in_backward`).
     """
 
     NONE = "none"
     IN_SHARD = "in its shard"
     WIDE = "in fp32"
+    USED = "used by the backward"
 
 
 class UnsyncedState(State):
@@ -136,7 +138,9 @@ NEXT: dict[State, tuple[State, ...]] = {
     # A spilled gradient is closed without coming back where it is discarded.
     GradState.SPILLED: (GradState.IN_SLOT, GradState.CLOSED),
     GradState.REDUCING: (GradState.CLOSED,),
-    ReducedState.NONE: (ReducedState.IN_SHARD, ReducedState.WIDE),
+    ReducedState.NONE: (ReducedState.IN_SHARD, ReducedState.WIDE, ReducedState.USED),
+    # Again for parameters whose gradients come later in the same backward.
+    ReducedState.USED: (ReducedState.USED, ReducedState.NONE),
     ReducedState.IN_SHARD: (ReducedState.WIDE, ReducedState.NONE),
     # A sum in fp32 stays so until the step has used it: in 16 bits a small gradient would be lost beside a large one.
     ReducedState.WIDE: (ReducedState.NONE,),
@@ -247,6 +251,7 @@ class ChunkGradient:
         # the reduced gradient and unreduced sums: written by `become_reduced` and `become_unsynced`
         self.reduced_state = ReducedState.NONE
         self.first_backward = 0  # number of the backward whose gradient was reduced first in this step
+        self.used = bytearray(count)  # by position: the backward has used its gradient; ones only while USED
         self.unsynced_state = UnsyncedState.NONE
 
         # which parameters got a gradient, by position
@@ -399,7 +404,14 @@ class ChunkGradient:
             raise self._cannot(self.reduced_state, state)
         if self.reduced_state is ReducedState.NONE:
             self.first_backward = backward
+        if state is ReducedState.NONE:
+            self.used = bytearray(len(self.used))
         self.reduced_state = state
+
+    def note_used(self) -> None:
+        """The backward updates the parameters whose gradients are in the payload, which is closed next."""
+        self.become_reduced(ReducedState.USED)
+        self.used = bytearray(map(max, self.used, self.fired))
 
     def outlive_step(self) -> None:
         """A step left the reduced gradient in place: whatever is added to it belongs to a later backward."""
@@ -433,7 +445,12 @@ class ChunkGradient:
     @property
     def is_reduced(self) -> bool:
         """There is a reduced gradient of this step."""
-        return self.reduced_state is not ReducedState.NONE
+        return self.reduced_state is not ReducedState.NONE and self.reduced_state is not ReducedState.USED
+
+    @property
+    def is_used(self) -> bool:
+        """The backward has updated parameters of the chunk with their gradients of this step."""
+        return self.reduced_state is ReducedState.USED
 
     def resumes(self, backward: int) -> bool:
         """Whether a payload that backward number `backward` opens starts as the reduced gradient and is added to it.

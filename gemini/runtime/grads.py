@@ -451,9 +451,21 @@ class GradStore:
         """A backward has reached the model. Local. Raises BudgetError for the first one without an optimizer."""
         # If this finds no memory, no backward has begun.
         self._begin_training()
+        if self.homes.updates is not None:
+            self.homes.updates.begin()
         self.in_backward = True
         self.num_backwards += 1
         self.accumulation.begin_backward()
+
+    @property
+    def are_used(self) -> bool:
+        """The backward has updated weights, and no step has followed yet."""
+        return any(gradient.is_used for gradient in self.memory.gradients.values())
+
+    def is_used(self, chunk: Chunk) -> bool:
+        """The backward has updated weights of the chunk, and no step has followed yet."""
+        gradient = self.memory.gradients.get(chunk.index)
+        return gradient is not None and gradient.is_used
 
     def abandon_backward(self) -> None:
         """The running backward failed, and nothing of it counts. Local."""

@@ -142,7 +142,8 @@ class Failures:
             self._communicator.publish(_caught("backward"))
             # Several ranks drop the step together, in `recover`.
             if self._communicator.watch is None:
-                warn_at_script(f"a backward ended with an exception: {_DROPPED}")
+                if not self._grads.are_used:
+                    warn_at_script(f"a backward ended with an exception: {_DROPPED}")
                 self.abandon()
 
     def _drop_forward(self) -> None:
@@ -161,6 +162,9 @@ class Failures:
     def abandon(self) -> None:
         """Forget a step that failed half way: nothing stays pinned, open or expected."""
         self._has_failed = True
+        # The backward updates weights, and has not come to all of them.
+        if self._grads.are_used:
+            self._tear(GeminiError("a backward that updates weights, as update_in_backward=True says, did not end"))
         clear_our_frames()
         self._underway.reset()
         self._grads.reset()
@@ -175,11 +179,15 @@ class Failures:
         try:
             yield
         except BaseException as error:
-            if self._communicator.watch is not None:
-                self._communicator.watch.tear(error)
-            else:
-                self._torn_by = words_of(error)
+            self._tear(error)
             raise
+
+    def _tear(self, error: BaseException) -> None:
+        """No rank may go on with these weights, because of `error`."""
+        if self._communicator.watch is not None:
+            self._communicator.watch.tear(error)
+        else:
+            self._torn_by = words_of(error)
 
     def recover(self) -> None:
         """After a failure that every rank caught, forget that step and start together again. Collective in that case.
@@ -194,7 +202,7 @@ class Failures:
             raise GeminiError("the model is closed: close() comes after the last use, such as state_dict()")
         # `failed` is set by a failure of this rank and by one that this rank has heard of.
         if watch is not None and watch.failed:
-            if self._grads.num_backwards:
+            if self._grads.num_backwards and not self._grads.are_used:
                 warn_at_script(f"a forward, backward or step ended with an exception: {_DROPPED}")
             self.abandon()
             self._communicator.restart()

@@ -197,6 +197,9 @@ class Payloads:
         # The home holds the gradient, which a fetch would show, or send to other ranks, as weights.
         if chunk.state is ParamState.HOLDS_GRAD:
             self.restore_parameters(chunk)
+        updates = self.grads.homes.updates
+        if updates is not None:
+            updates.refuse_reuse(chunk)
         if chunk.state is ParamState.RESIDENT:
             self.note_use(chunk)
             # Its update may still be under way.
@@ -583,6 +586,10 @@ class Step:
                 self.position.return_to(before)
                 self._after_use(bound)
                 self._underway.end_touch(touch)  # last: what is interrupted in here is found by `Failures.find`
+
+    def leave_node(self) -> None:
+        """A gradient arrives, or is reduced: lift the pins of the autograd node that ran before. Local."""
+        self._underway.follow_node()
 
     # -- around the step
 

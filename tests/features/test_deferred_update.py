@@ -19,7 +19,7 @@ import gemini
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, state_hash
 from gemini.memory.memory import WorkThread, WorkTicket
 from gemini.memory.transfer import Region, wait_on_host
-from gemini.optimizer import update
+from gemini.optimizer import summary, update
 from gemini.placement.demand import Tier
 from tests.harness import late_copies, slow_updates
 from tests.harness.on_ranks import on_ranks, on_ranks_with
@@ -190,14 +190,14 @@ def test_the_norm_is_of_the_gradients_as_they_are_in_the_step(
     rank: int, world_size: int, change: Callable[[Trained], None]
 ) -> None:
     found, taken = [], []
-    find = update.SumsAhead.find
+    find = summary.SumsAhead.find
 
-    def finding(self: update.SumsAhead, *args: Any) -> Any:
+    def finding(self: summary.SumsAhead, *args: Any) -> Any:
         taken.append(find(self, *args))
         return taken[-1]
 
     for deferred in (False, True):
-        with slow_updates.installed(), mock.patch.object(update.SumsAhead, "find", finding):
+        with slow_updates.installed(), mock.patch.object(summary.SumsAhead, "find", finding):
             arguments = {"tensor_placement_policy": "cpu", "deferred_update": deferred, "dtype": torch.bfloat16}
             trained = Trained(rank, world_size, False, arguments)
             for step in range(3):

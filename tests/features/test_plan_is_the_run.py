@@ -32,6 +32,8 @@ ON_ONE = [
     Case("checkpoint_block", dtype="fp16", budget=0.3),
     Case("large_embedding", dtype="bf16", budget=0.1, reuse=True),
     Case("checkpoint_shared_reentrant", policy="cpu", accumulate="fp32", chunk=0.5),
+    Case("tied", dtype="bf16", budget=0.3, in_backward=True),
+    Case("chain", policy="cpu", in_backward=True),
 ]
 ON_TWO = [
     Case("chain", micro=2, chunk=0.5, prefetch=4),
@@ -42,6 +44,7 @@ ON_TWO = [
     Case("checkpoint_all", budget=0.1, dtype="fp16", reduce="fp32", strategy="bucket", prefetch=4),
     Case("several_forwards", dtype="fp16", accumulate="fp32", chunk=0.5),
     Case("checkpoint_shared_reentrant", dtype="bf16", accumulate="fp32", chunk=None),
+    Case("checkpoint_block", budget=0.1, dtype="bf16", in_backward=True),
 ]
 
 

@@ -254,7 +254,7 @@ MUTANTS = [
     ),
     Mutant(
         "one rank goes on after a step that failed half way",
-        "Failures.tearing",
+        "Failures._tear",
         "self._torn_by = words_of(error)",
         "pass",
         "tests/test_bad_input.py",

@@ -30,12 +30,12 @@ def state_bytes(model: ShardedModel) -> dict[str, int]:
 class Trained:
     """A perceptron in half precision; ranks see different data."""
 
-    def __init__(self, rank: int, world_size: int, reuse: bool, wrap: dict[str, Any]) -> None:
+    def __init__(self, rank: int, world_size: int, reuse: bool, wrap: dict[str, Any], clip: float | None = 0.5) -> None:
         wrap = mlp.placed(**{"dtype": torch.bfloat16, "reuse_fp16_shard": reuse, **wrap})
         self.rank, self.world_size, self.dtype = rank, world_size, wrap["dtype"]
         self.model = ShardedModel(build(), **wrap)
         scaled = {"initial_scale": 2.0**10, "hysteresis": 1} if self.dtype is torch.float16 else {}
-        self.optimizer = ShardedOptimizer(self.model, mlp.adam(self.model.parameters()), clip_grad_norm=0.5, **scaled)
+        self.optimizer = ShardedOptimizer(self.model, mlp.adam(self.model.parameters()), clip_grad_norm=clip, **scaled)
         self.losses: list[Tensor] = []
 
     def backward(self, step: int, factor: float = 1.0) -> None:

@@ -314,6 +314,8 @@ class Config(_ConfigPart):
     """Payloads that may be on their way at once before they are asked for. None: 1, or 0 where copies take turns."""
     deferred_update: Annotated[bool | None, Setting] = None
     """Whether updates on the host run beside the next forward. None: with an accelerator. Results do not change."""
+    update_in_backward: Annotated[bool, Setting] = False
+    """Whether the backward updates, and gradients take no memory: without clipping, one micro-batch a step, no fp16."""
     ignored_parameters: Annotated[Collection[str], Setting] = ()
     """Names of parameters, as "head.*", that are left alone: in no chunk, not reduced; their optimizer is another."""
     dtype: Annotated[Weights, Setting] = None
