@@ -1,13 +1,13 @@
-"""How much of the host's update the next forward hides, on a device whose kernels take a given time.
+"""How much of the host's update forward and backward hide, on a device whose kernels take a given time.
 
     python -m benchmarks.deferred_update                     # about a minute
     python -m benchmarks.deferred_update --kernel-ms 5       # per layer: forward as long, backward twice as long
 
 A stack of linear layers trains on the emulated device with its weights and states on the host. Each layer sleeps in
-place of a kernel, so the processor is as idle as beside a GPU. The same training updates at once and beside the next
-forward, in turns; the losses must have the same bits. A turn is two steps, of which the second counts: its forward
-follows an update of its own training, and no update runs into another turn. Nothing here is a GPU's time: what is
-measured is how the update and the waiting for it are arranged.
+place of a kernel, so the processor is as idle as beside a GPU. The same training updates at once, beside the next
+forward, and from the backward on, in turns; the losses must have the same bits. A turn is two steps, of which the
+second counts: its forward follows an update of its own training, and no update runs into another turn. Nothing here is
+a GPU's time: what is measured is how the update and the waiting for it are arranged.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ from gemini import ShardedModel, ShardedOptimizer
 from optim import HybridAdam
 
 WARM_UP = 2
+WAYS: dict[str, dict[str, bool]] = {
+    "at once": {"deferred_update": False},
+    "deferred": {"deferred_update": True},
+    "in backward": {"deferred_update": True, "update_in_backward": True},
+}
 
 
 class Kernel(torch.autograd.Function):
@@ -55,20 +60,16 @@ class Layer(nn.Module):
 
 
 class Training:
-    """One model, with its update at once or deferred."""
+    """One model, updated in one of the ways."""
 
-    def __init__(self, deferred: bool, layers: int, width: int, seconds: float) -> None:
+    def __init__(self, way: dict[str, bool], layers: int, width: int, seconds: float) -> None:
         torch.manual_seed(0)
         module = nn.Sequential(*(Layer(width, seconds) for _ in range(layers)))
         self.model = ShardedModel(
-            module,
-            device="emulated",
-            chunk_size=width * width,
-            tensor_placement_policy="cpu",
-            deferred_update=deferred,
+            module, device="emulated", chunk_size=width * width, tensor_placement_policy="cpu", **way
         )
         optimizer = HybridAdam(self.model.parameters(), lr=1e-4)
-        self.optimizer = ShardedOptimizer(self.model, optimizer, clip_grad_norm=1.0)
+        self.optimizer = ShardedOptimizer(self.model, optimizer)
         self.x = torch.randn(4, width)
         self.losses: list[float] = []
 
@@ -96,36 +97,32 @@ def main(
     kernel_ms: Annotated[float, typer.Option(help="Time of a layer's forward.")] = 4.0,
     rounds: Annotated[int, typer.Option(help="Turns of each training that count.")] = 15,
 ) -> None:
-    """Print the time of a step with the update at once and deferred, and what training waited for."""
-    trainings = {name: Training(name == "deferred", layers, width, kernel_ms / 1e3) for name in ("at once", "deferred")}
-    times: dict[str, list[float]] = {name: [] for name in trainings}
-    busy: list[float] = []
-    exposed: list[float] = []
+    """Print the time of a step updated in each way, of the thread that updates, and what training waited for."""
+    trainings = {name: Training(way, layers, width, kernel_ms / 1e3) for name, way in WAYS.items()}
+    samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in trainings}
     for number in range(WARM_UP + rounds):
         order = list(trainings.items())
         for name, training in order if number % 2 else reversed(order):
-            elapsed, update_ms, exposed_ms = training.turn()
+            sample = training.turn()
             if number >= WARM_UP:
-                times[name].append(elapsed)
-                if name == "deferred":
-                    busy.append(update_ms)
-                    exposed.append(exposed_ms)
+                samples[name].append(sample)
     losses = [training.losses for training in trainings.values()]
-    assert losses[0] == losses[1], "the losses have other bits"
+    assert losses.count(losses[0]) == len(losses), "the losses have other bits"
     table = Table(title=f"{layers} layers of {width}², {kernel_ms:g} ms each forward and {2 * kernel_ms:g} backward")
-    for column in ("update", "step ms (range of quartiles)", "of it without kernels"):
+    columns = "update", "step ms (range of quartiles)", "of it without kernels", "/ at once", "thread ms", "waited ms"
+    for column in columns:
         table.add_column(column)
     kernels = 3 * layers * kernel_ms
-    for name, sample in times.items():
-        spread = Spread.of(sample)
-        table.add_row(name, spread.text(), f"{spread.median - kernels:.1f}")
-    console = Console()
-    console.print(table)
-    ratio = Spread.of([late / once for late, once in zip(times["deferred"], times["at once"], strict=True)])
-    console.print(f"deferred / at once: {ratio.text(digits=3)}")
-    console.print(
-        f"the thread's update: {Spread.of(busy).text()} ms, training waited for {Spread.of(exposed).text()} ms"
-    )
+    once = [elapsed for elapsed, _, _ in samples["at once"]]
+    for name, sample_of in samples.items():
+        elapsed, busy, waited = ([each[part] for each in sample_of] for part in range(3))
+        spread = Spread.of(elapsed)
+        ratio = Spread.of([mine / theirs for mine, theirs in zip(elapsed, once, strict=True)])
+        without = f"{spread.median - kernels:.1f}"
+        table.add_row(
+            name, spread.text(), without, ratio.text(digits=3), Spread.of(busy).text(), Spread.of(waited).text()
+        )
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

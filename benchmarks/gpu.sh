@@ -102,6 +102,10 @@ run_case "FSDP2 offload 1.3B" 45 "FSDP2 + CPUOffloadPolicy" 1.3B '{"offload": tr
 run_case "ours on the host 1.3B" 45 "ours" 1.3B "$ON_HOST" --profile-to "$OUT/profile_host.txt"
 run_case "ours 7B in $BIG_MEMORY" 170 "ours" 7B "{$HOST, \"device_memory\": \"$BIG_MEMORY\"}" --warm-up 2 --steps 3 \
   --profile-to "$OUT/profile_big.txt"
+run_case "ours 7B in $BIG_MEMORY, update in backward" 100 "ours" 7B \
+  "{$HOST, \"device_memory\": \"$BIG_MEMORY\", \"clip_grad_norm\": null, \"update_in_backward\": true}" --warm-up 2 --steps 3
+run_case "ours on the host 1.3B, update in backward" 45 "ours" 1.3B \
+  "${ON_HOST%\}}, \"clip_grad_norm\": null, \"update_in_backward\": true}"
 run_case "ours 3B" 60 "ours" 3B '{}' --steps 4
 run_case "FSDP2 3B" 60 "FSDP2" 3B '{}' --steps 4
 run_case "plain autocast 3B" 60 "plain autocast" 3B '{}' --steps 4

@@ -15,6 +15,7 @@ from tests.zoo import hf_models, mlp
 from tests.zoo.mlp import minimum_bytes
 
 STATE_BYTES = 16  # a parameter: fp32 weight, gradient, moments; or bf16 weight and gradient, fp32 master, moments
+IN_BACKWARD = ", updated in backward"
 MAX_NORM = 0.05  # below the subjects' norms, so that clipping changes bits
 ADAM: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
 
@@ -97,9 +98,14 @@ def train_plain(subject: Subject, device: torch.device, dtype: torch.dtype, step
 def wrap(
     subject: Subject, device: torch.device, dtype: torch.dtype, place: str
 ) -> tuple[ShardedModel, ShardedOptimizer]:
-    """`place`: fits, cuda, cpu, half (of the state on the device) or smallest (the least that is accepted)."""
+    """`place`: fits, cuda, cpu, half (of the state on the device) or smallest (the least that is accepted).
+
+    With `IN_BACKWARD` behind it the backward updates.
+    """
     module = subject.build()
     options: dict[str, Any] = {"chunk_size": subject.chunk_numel, "device": emulated(device)}
+    if place.endswith(IN_BACKWARD):
+        place, options["update_in_backward"] = place.removesuffix(IN_BACKWARD), True
     if dtype is not torch.float32:
         options["dtype"] = dtype
     if place in ("cpu", "cuda"):
