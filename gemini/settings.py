@@ -75,6 +75,7 @@ class Options(TypedDict, total=False):
     host_memory: int | str | None
     disk_path: str | Path | None
     disk_memory: int | str | None
+    disk_optim_frac: float | None
     rank_timeout: float
     ignore_unused_parameters: bool
 
@@ -155,6 +156,8 @@ class Settings:
             them with tensor_placement_policy="disk". Each rank has a file there that nobody else sees and that ends
             with the process. Results do not change. None: nothing rests on a disk.
         disk_memory: bytes that chunks may take there. None: what is free.
+        disk_optim_frac: of the masters and optimizer state that would rest on the host, the fraction that rests on the
+            disk at least, from the last chunk on. None: none, but with the policy "disk" all.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
         ignore_unused_parameters: False makes `optimizer.step()` raise if a trainable parameter got no gradient on any
             rank since the last step, and name all that did not.
@@ -192,6 +195,7 @@ class Settings:
     host_memory: int | str | None = None
     disk_path: str | Path | None = None
     disk_memory: int | str | None = None
+    disk_optim_frac: float | None = None
     rank_timeout: float = 600.0
     ignore_unused_parameters: bool = True
 
@@ -282,6 +286,11 @@ class Settings:
             return torch.accelerator.is_available()
         return not isinstance(self.device, Emulation) and str(self.device) not in ("emulated", "cpu")
 
+    @property
+    def disk_fraction(self) -> float:
+        """`disk_optim_frac`, or its default with this policy. Raises nothing."""
+        return float(isinstance(self.policy, DiskPolicy)) if self.disk_optim_frac is None else self.disk_optim_frac
+
     def frees_gradients(self, world_size: int) -> bool:
         """Whether backwards use gradients up, so that a plan has no homes for them. Local; raises nothing."""
         # Updates of weights that ranks update in parts end with a collective, which needs a point that all ranks share.
@@ -319,6 +328,10 @@ class Settings:
             raise TypeError(f"disk_path must be a folder, found {self.disk_path!r}")
         if self.disk_path is None and self.disk_memory is not None:
             raise ValueError(f"disk_memory={self.disk_memory} needs disk_path=, a folder on a local disk")
+        if self.disk_optim_frac is not None:
+            object.__setattr__(self, "disk_optim_frac", check_fraction("disk_optim_frac", self.disk_optim_frac))
+        if self.disk_path is None and self.disk_optim_frac:
+            raise ValueError(f"disk_optim_frac={self.disk_optim_frac} needs disk_path=, a folder on a local disk")
         if self.disk_path is None and isinstance(self.policy, DiskPolicy):
             raise ValueError("tensor_placement_policy='disk' needs disk_path=, a folder on a local disk")
 

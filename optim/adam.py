@@ -114,6 +114,8 @@ def _real(value: object) -> float | None:
 
 FP32_STATES = ("exp_avg", "exp_avg_sq", "master")
 ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "adamw_mode", "bias_correction", "maximize")
+ON_DISK = ("nvme_offload_fraction", "nvme_offload_dir")
+"""Colossal-AI's arguments for a `ShardedOptimizer` whose states rest on a disk."""
 
 
 class HybridAdam(Optimizer):
@@ -132,6 +134,9 @@ class HybridAdam(Optimizer):
         adamw_mode: True decouples the weight decay (AdamW); False adds it to the gradient (Adam with L2).
         bias_correction: whether moments are corrected for their start at zero.
         maximize: whether to ascend.
+        nvme_offload_fraction: of masters and moments, on the disk; Colossal-AI's name. The engine wraps the model with
+            it, as `ShardedModel(..., disk_path=, disk_optim_frac=)` does. A plain model's states stay where they are.
+        nvme_offload_dir: the folder for it.
 
     Raises TypeError or ValueError for arguments that are not valid. `step` raises ValueError for a parameter of another
     dtype and RuntimeError for a sparse gradient, before anything moves.
@@ -151,9 +156,17 @@ class HybridAdam(Optimizer):
         adamw_mode: bool = True,
         bias_correction: bool = True,
         maximize: bool = False,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | None = None,
         **unknown: object,
     ) -> None:
-        refuse_unknown_arguments(type(self).__name__, unknown, ARGUMENTS)
+        refuse_unknown_arguments(type(self).__name__, unknown, (*ARGUMENTS, *ON_DISK))
+        fraction = _real(nvme_offload_fraction)
+        if fraction is None or not 0.0 <= fraction <= 1.0:
+            raise ValueError(f"nvme_offload_fraction must be a number from 0 to 1, found {nvme_offload_fraction!r}")
+        if fraction and nvme_offload_dir is None:
+            raise ValueError(f"nvme_offload_fraction={fraction:g} needs nvme_offload_dir=, a folder on a local disk")
+        self.nvme_offload_fraction, self.nvme_offload_dir = fraction, nvme_offload_dir
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"adamw_mode": adamw_mode, "bias_correction": bias_correction, "maximize": maximize}
         hyperparameters(defaults)

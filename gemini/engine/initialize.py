@@ -35,6 +35,7 @@ from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.placement.demand import Kind, Tier, format_bytes
 from gemini.settings import Settings
+from optim.adam import ON_DISK
 from sharding import Collectives
 
 # -- Loaders for an engine: of one rank's part of a dataset, and of whole windows only.
@@ -189,6 +190,7 @@ def assemble(
         sizes = config.batch_sizes(_num_ranks(process_group))
         # The plan needs the number of micro-batches, also if the config only gives batch sizes.
         settings = replace(config.settings(), gradient_accumulation_steps=sizes.accumulation)
+        settings = replace(settings, **_disk_of(optimizer, config))
         model = ShardedModel(model, process_group=process_group, settings=settings)
     # The optimizer comes after the model, since a callable gets the wrapped model's parameters. One that was made
     # before has the same parameter objects.
@@ -200,6 +202,13 @@ def assemble(
     )
     schedule = scheduler_of(lr_scheduler, config, sharded, plain)
     return engine_class(model, sharded, criterion, schedule, config=config, moves_schedule=moves)
+
+
+def _disk_of(optimizer: OptimizerLike, config: Config) -> dict[str, Any]:
+    """What a `HybridAdam` that asks for a disk in Colossal-AI's way says of it, as settings of the model."""
+    named = {} if config.optimizer is None else config.optimizer.params
+    fraction, folder = (getattr(optimizer, name, named.get(name)) for name in ON_DISK)
+    return {"disk_path": folder, "disk_optim_frac": fraction} if fraction else {}
 
 
 def _num_ranks(process_group: dist.ProcessGroup | None) -> int:

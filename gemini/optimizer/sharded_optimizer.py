@@ -67,6 +67,17 @@ def check_inner(optimizer: torch.optim.Optimizer, sharded: type[torch.optim.Opti
         raise UnsupportedError("the optimizer has stepped before: make a new one for the sharded model")
 
 
+def refuse_other_disk(optimizer: torch.optim.Optimizer, model: ShardedModel) -> None:
+    """Raises ValueError for a HybridAdam that asks for a disk, which the model was wrapped without."""
+    wanted, has = getattr(optimizer, "nvme_offload_fraction", 0.0), model.settings.disk_fraction
+    if wanted > has:
+        raise ValueError(
+            f"nvme_offload_fraction={wanted:g} asks for more on the disk than the model was wrapped with, {has:g}: "
+            f"give ShardedModel disk_path={getattr(optimizer, 'nvme_offload_dir', None)!r}, "
+            f"disk_optim_frac={wanted:g}, or let the engine wrap it"
+        )
+
+
 def check_max_norm(name: str, value: float | None) -> float | None:
     """`value` as a float, None for None. Raises ValueError for anything that is not above 0."""
     if value is None:
@@ -225,6 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 c.trainable and c.dtype is torch.float16 for c in manager.chunks
             ):
                 raise UnsupportedError(SCALES_LOSSES)
+            refuse_other_disk(optimizer, model)
             update = resolve_update(optimizer, elementwise)
             max_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
             if model.settings.update_in_backward and max_norm is not None:

@@ -15,7 +15,7 @@ from gemini.placement.budget import ACTIVATION_FRACTION, Budget, advised
 from gemini.placement.demand import ChunkDemand, Demand, Kind, ModelSpec, OperatorSpec, Placement, Tier, format_bytes
 from gemini.placement.needs import min_slots, packing_demand, trained_at_first, uses_of
 from gemini.placement.packing import Packing, packings
-from gemini.placement.policies import DiskPolicy, least_device_bytes
+from gemini.placement.policies import least_device_bytes
 from gemini.placement.policy import place_in_budget, slots_for, to_disk
 from gemini.placement.predict import Predicted, predict, predict_inference
 from gemini.settings import Settings
@@ -243,7 +243,7 @@ def plan_demand(
     # Callers check the room on the host.
     demand, placement = place_in_budget(demand, budget.device, settings.policy)
     if settings.disk_path is not None:
-        placement = to_disk(demand, placement, budget.host, budget.disk, isinstance(settings.policy, DiskPolicy))
+        placement = to_disk(demand, placement, budget.host, budget.disk, settings.disk_fraction)
     hash_ = hash_of(packing, placement, settings, trained, demand.scratch_bytes)
     return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_, infers=infers)
 

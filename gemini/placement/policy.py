@@ -436,12 +436,13 @@ RING = 3
 """Chunks whose states are in staging buffers on the host at once: one is read, one updated, one written."""
 
 
-def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | None, everything: bool) -> Placement:
+def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | None, fraction: float) -> Placement:
     """`placement` with masters and optimizer state on the disk, as many as the host has no room for. Local.
 
-    room: bytes that chunks may take on the host. most: the same of the disk. None: no bound. everything: all that would
-    rest on the host. States of chunks that no step reads leave first, then those of the last chunks: the next forward
-    needs the updates of the first ones first. Raises BudgetError if the disk's budget is too small.
+    room: bytes that chunks may take on the host. most: the same of the disk. None: no bound. fraction: of the bytes
+    that would rest on the host, what leaves at least. States of chunks that no step reads leave first, then those of
+    the last chunks: the next forward needs the updates of the first ones first. Raises BudgetError if the disk's budget
+    is too small.
     """
 
     def on_host(index: int) -> int:
@@ -452,13 +453,14 @@ def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | 
     candidates = [index for index, num_bytes in sizes.items() if num_bytes]
     candidates.sort(key=lambda index: (not demand.chunks[index].is_frozen, -index))
     held = placement.host_bytes(demand)
-    if not candidates or (not everything and (room is None or held <= room)):
+    least_held = held - fraction * sum(sizes.values())  # where as much has left as was asked for
+    if not candidates or (not fraction and (room is None or held <= room)):
         return placement
     if room is not None:
         room -= RING * max(sizes.values())
     homes = list(placement.homes)
     for index in candidates:
-        if not everything and room is not None and held <= room:
+        if held <= least_held and (room is None or held <= room):
             break
         homes[index] = {
             kind: Tier.DISK if kind in OF_OPTIMIZER and tier is Tier.HOST else tier

@@ -18,6 +18,8 @@ import torch
 import gemini
 from gemini import BudgetError, GeminiError, Settings, ShardedModel, ShardedOptimizer
 from gemini.memory.disk import DiskTier, aligned_bytes
+from gemini.placement.demand import Tier
+from optim import HybridAdam
 from tests.features.test_deferred_update import DETOURS, SOME, end_of
 from tests.harness import slow_updates
 from tests.harness.on_ranks import on_ranks_with
@@ -351,3 +353,74 @@ def _is_refused(rank: int, world_size: int, path: Path) -> str:
 def test_a_folder_that_is_missing_on_one_rank_ends_all(ranks: RankPool, tmp_path: Path) -> None:
     exits = ranks(2).run(_is_refused, tmp_path, fresh=True, forked=True)
     assert [each.result for each in exits] == ["RemoteRankError", "ValueError"]
+
+
+# -- How much rests there, and other libraries' words for it.
+
+
+def _on_disk(model: ShardedModel) -> int:
+    disk = model.chunk_manager.memory.disk
+    return 0 if disk is None else disk.ledger.total_bytes
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+def test_a_fraction_of_the_states_rests_there_at_least(fraction: float, tmp_path: Path) -> None:
+    model, optimizer = sharded(tmp_path, tensor_placement_policy="cpu", disk_optim_frac=fraction)
+    plain, its = mlp.plain()
+    for step in range(2):
+        mlp.train_step(model, optimizer, step)
+        mlp.train_step(plain, its, step)
+    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))
+    states = 8 * mlp.CHUNK_NUMEL * mlp.LAYERS  # two moments in fp32
+    num_chunks = -(-round(1000 * fraction) * mlp.LAYERS // 1000)
+    assert _on_disk(model) == num_chunks * states // mlp.LAYERS
+    homes = [
+        chunk.index
+        for chunk in model.chunk_manager.chunks
+        if optimizer.chunk_optimizer.states.by_chunk[chunk.index].tier is Tier.DISK
+    ]
+    assert homes == list(range(mlp.LAYERS - num_chunks, mlp.LAYERS))  # the last ones: they are used last
+
+
+@pytest.mark.parametrize("as_params", [False, True])
+def test_colossal_ais_arguments_of_an_optimizer_give_the_model_a_disk(as_params: bool, tmp_path: Path) -> None:
+    nvme = {"nvme_offload_fraction": 1.0, "nvme_offload_dir": str(tmp_path)}
+    module = mlp.build()
+    config: dict[str, Any] = {"device": "emulated", "tensor_placement_policy": "cpu"}
+    optimizer: HybridAdam | None = HybridAdam(module.parameters(), lr=1e-2, weight_decay=0.01, **nvme)
+    if as_params:
+        optimizer, params = None, {"lr": 1e-2, "weight_decay": 0.01, **nvme}
+        config["optimizer"] = {"type": "HybridAdam", "params": params}
+    engine = gemini.initialize(module, optimizer=optimizer, config=config)[0]
+    plain, its = mlp.plain()
+    for step in range(2):
+        engine.backward(mlp.loss_of(engine, step))
+        engine.step()
+        mlp.train_step(plain, its, step)
+    mlp.assert_same(mlp.weights_of(engine.model), mlp.weights_of(plain))
+    assert _on_disk(engine.model) > 0
+
+
+def test_an_optimizer_that_asks_for_a_disk_is_refused_by_a_model_without_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nvme_offload_fraction=0.5 needs nvme_offload_dir="):
+        HybridAdam(mlp.build().parameters(), nvme_offload_fraction=0.5)
+    with pytest.raises(ValueError, match=r"nvme_offload_fraction must be a number from 0 to 1, found 2"):
+        HybridAdam(mlp.build().parameters(), nvme_offload_fraction=2, nvme_offload_dir=str(tmp_path))
+    model = ShardedModel(mlp.build(), device="emulated")
+    adam = HybridAdam(model.parameters(), nvme_offload_fraction=0.5, nvme_offload_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"more on the disk than the model was wrapped with, 0: give ShardedModel"):
+        ShardedOptimizer(model, adam)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_backward_updates_what_rests_there(deferred: bool, tmp_path: Path) -> None:
+    found = []
+    for in_backward in (False, True):
+        model, optimizer = sharded(
+            tmp_path, dtype=torch.bfloat16, update_in_backward=in_backward, deferred_update=deferred
+        )
+        for step in range(3):
+            mlp.train_step(model, optimizer, step, torch.bfloat16)
+        found.append(gemini.state_hash(model, optimizer))
+        model.close()
+    assert found[0] == found[1]

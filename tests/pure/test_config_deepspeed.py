@@ -17,7 +17,6 @@ from tests.zoo.mlp import CHUNK_NUMEL, build
 EXAMPLES = Path(__file__).resolve().parents[1] / "configs"
 MISSING_COMMA = {"zero3_offload_param": 6, "zero3_nvme": 7}  # the line where each misses a comma
 REFUSED = {
-    "zero3_nvme": "not mapped to the disk tier yet",
     "mics": "MiCS divides states inside groups of that many ranks",
 }
 
@@ -48,7 +47,8 @@ def test_an_example_of_the_documentation_parses(name: str, tmp_path: Path) -> No
         return
     config = load_config(path)
     assert config.stage == 3
-    assert config.ignored == ()
+    ignored = {"zero3_nvme": ["zero_optimization.offload_param.device", "zero_optimization.offload_param.nvme_path"]}
+    assert [key for key, _ in config.ignored] == ignored.get(name, [])
 
 
 def test_what_the_examples_become(tmp_path: Path) -> None:
@@ -63,6 +63,64 @@ def test_what_the_examples_become(tmp_path: Path) -> None:
         load_config(example("zero3_offload_optimizer", tmp_path)).settings().shared()[2].endswith("optimizer_on_host")
     )
     assert load_config(example("zero3_offload_param", tmp_path)).settings().tensor_placement_policy == "cpu"
+    on_disk = load_config(example("zero3_nvme", tmp_path)).settings()
+    assert (on_disk.tensor_placement_policy, on_disk.disk_path, on_disk.disk_fraction) == ("cpu", "/nvme_data", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("offload", "policy", "disk", "ignored"),
+    [
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}, "optimizer_on_host", ("/n", 1.0), []),
+        ({"offload_optimizer": {"device": "cpu", "nvme_path": "/n"}}, "optimizer_on_host", (None, 0.0), ["nvme_path"]),
+        ({"offload_param": {"device": "nvme", "nvme_path": "/n"}}, "cpu", (None, 0.0), ["device", "nvme_path"]),
+        (
+            {
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/n", "ratio": 0.5},
+                "offload_param": {"device": "cpu"},
+            },
+            "optimizer_on_host(ratio=0.5, offloads_params)",
+            ("/n", 1.0),
+            [],
+        ),
+        (
+            {
+                "offload_optimizer": {
+                    "device": "nvme",
+                    "nvme_path": "/n",
+                    "buffer_count": 4,
+                    "buffer_size": 10**8,
+                    "pin_memory": True,
+                    "pipeline": True,
+                    "pipeline_read": True,
+                    "pipeline_write": False,
+                    "fast_init": True,
+                }
+            },
+            "optimizer_on_host",
+            ("/n", 1.0),
+            ["buffer_count", "buffer_size", "pin_memory", "pipeline", "pipeline_read", "pipeline_write", "fast_init"],
+        ),
+    ],
+)
+def test_what_nvme_becomes(
+    offload: dict[str, Any], policy: str, disk: tuple[str | None, float], ignored: list[str]
+) -> None:
+    aio = {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
+    config = load_config({"zero_optimization": {"stage": 3, **offload}, "aio": aio})
+    settings = config.settings()
+    assert settings.policy.name == policy
+    assert (settings.disk_path, settings.disk_fraction) == disk
+    said = [key.rpartition(".")[2] for key, _ in config.ignored if not key.startswith("aio")]
+    assert sorted(said) == sorted(ignored)
+    assert len(config.ignored) - len(said) == len(aio)
+
+
+def test_the_disk_in_our_own_keys(tmp_path: Path) -> None:
+    given = {"tensor_placement_policy": "disk", "disk_path": str(tmp_path), "disk_memory": "1GiB"}
+    settings = load_config(given).settings()
+    assert (settings.policy.name, settings.disk_path, settings.disk_memory) == ("disk", str(tmp_path), 2**30)
+    with pytest.raises(ConfigError, match="'disk' needs disk_path="):
+        load_config({"tensor_placement_policy": "disk"})
 
 
 @pytest.mark.parametrize("name", sorted(MISSING_COMMA))

@@ -35,9 +35,10 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 POLICY = "tensor_placement_policy"
 CHUNKS = NoEffect("collectives carry one chunk; its size is searched under the budgets, or fixed by `chunk_size`")
 CHECKPOINTS = NoEffect("a checkpoint is loaded on any number of ranks, at any stage")
-_DISK = "it is not mapped to the disk tier yet: leave it at cpu, and name a folder with `disk_path` of `Config`"
-# Only `device: nvme` asks for a disk, and is refused. Keys that tune one change nothing without it.
-_NO_DISK = NoEffect("of the disk tier only `disk_path` and `disk_memory` are chosen")
+_OPTIMIZER_OFFLOAD, _PARAM_OFFLOAD = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+_WEIGHTS = NoEffect("weights rest on the host at the most; masters and optimizer state are what a disk takes")
+_RING = NoEffect("three chunks are on their way at once: one is read, one updated, one written")
+_REQUESTS = NoEffect("four threads read and write 4 MiB at a time, past the page cache")
 _QUANTISED = "collectives that carry quantised values do not exist here; what travels has the dtype of `reduce_dtype`"
 _ALWAYS = NoEffect("gradients are reduced chunk by chunk while backward runs")
 _PINNED = NoEffect("host memory is page-locked wherever there is a CUDA device")
@@ -172,7 +173,7 @@ ZERO = [
     ),
     Key("zero_optimization.log_trace_cache_warnings", bool, NoEffect("the order of use is recorded at every step")),
     Key("zero_optimization.enable_sanity_checks", bool, NoEffect("ranks always compare what they gather and reduce")),
-    Key("zero_optimization.save_muon_momentum_buffer_in_memory", bool, _NO_DISK),
+    Key("zero_optimization.save_muon_momentum_buffer_in_memory", bool, NoEffect("there is no Muon of our own")),
     Key(
         "zero_optimization.leaf_module",
         Section,
@@ -193,9 +194,10 @@ OFFLOAD = [
         Device,
         MappedTo(
             POLICY,
-            lambda device: OptimizerOnHostPolicy() if device == "cpu" else None,
-            "cpu: optimizer state, masters and gradients rest on the host",
-            {"nvme": _DISK},
+            # `finish` in deepspeed_keys.py adds what nvme means beside.
+            lambda device: None if device == "none" else OptimizerOnHostPolicy(),
+            "cpu: optimizer state, masters and gradients rest on the host; nvme: optimizer state and masters on the "
+            "disk (`disk_optim_frac` is 1), gradients on the host",
         ),
         auto="the memory budget decides",
     ),
@@ -218,17 +220,26 @@ OFFLOAD = [
         Ratio,
         NoEffect("`optim.set_num_threads` sets the number of threads"),
     ),
+    Key(
+        f"{_OPTIMIZER_OFFLOAD}.nvme_path",
+        str,
+        MappedTo("disk_path", note="with device nvme: the folder, which must be there; its files have no names"),
+    ),
     *(
-        Key(f"zero_optimization.offload_optimizer.{name}", kind, _NO_DISK, auto="nothing needs it")
+        Key(f"{_OPTIMIZER_OFFLOAD}.{name}", kind, _RING, auto="nothing needs it")
         for name, kind in {
-            "nvme_path": str,
             "buffer_count": Count,
             "buffer_size": Count,
             "pipeline": bool,
             "pipeline_read": bool,
             "pipeline_write": bool,
-            "fast_init": bool,
         }.items()
+    ),
+    Key(
+        f"{_OPTIMIZER_OFFLOAD}.fast_init",
+        bool,
+        NoEffect("the disk's bytes are reserved and read as zeros without being written"),
+        auto="nothing needs it",
     ),
     # These rows come after those of the optimizer: with both, all states rest on the host, as "cpu" has it.
     Key(
@@ -241,17 +252,19 @@ OFFLOAD = [
         "zero_optimization.offload_param.device",
         Device,
         MappedTo(
-            POLICY, lambda device: "cpu" if device == "cpu" else None, "cpu: all states rest there", {"nvme": _DISK}
+            POLICY,
+            lambda device: None if device == "none" else "cpu",
+            "cpu, nvme: all states rest on the host, but for those that offload_optimizer puts onto the disk",
         ),
         auto="the memory budget decides",
     ),
     Key("zero_optimization.offload_param.pin_memory", bool, _PINNED),
     *(
-        Key(f"zero_optimization.offload_param.{name}", kind, _NO_DISK, auto="nothing needs it")
+        Key(f"{_PARAM_OFFLOAD}.{name}", kind, _WEIGHTS, auto="nothing needs it")
         for name, kind in {"nvme_path": str, "buffer_count": Count, "buffer_size": Count, "max_in_cpu": Count}.items()
     ),
     *(
-        Key(f"aio.{name}", Any, _NO_DISK)
+        Key(f"aio.{name}", Any, _REQUESTS)
         for name in ("block_size", "queue_depth", "thread_count", "single_submit", "overlap_events", "use_gds")
     ),
 ]
@@ -444,8 +457,18 @@ def finish(data: Mapping[str, Any], found: Translation) -> None:
     if is_on("fp16") and (is_on("bf16") or is_on("bfloat16")):
         found.problems.append(Problem(("fp16", "enabled"), "and bf16.enabled are both true: choose one"))
     policy = fields.get(POLICY)
-    ratio = found.given.get("zero_optimization.offload_optimizer.ratio", 1.0)
-    if found.given.get("zero_optimization.offload_optimizer.device") != "cpu":
+    ratio = found.given.get(f"{_OPTIMIZER_OFFLOAD}.ratio", 1.0)
+    device = found.given.get(f"{_OPTIMIZER_OFFLOAD}.device", "none")
+    if found.given.get(f"{_PARAM_OFFLOAD}.device") == "nvme":
+        found.ignored.append((f"{_PARAM_OFFLOAD}.device", f"as cpu: {_WEIGHTS.instead}"))
+    if device == "nvme":
+        fields["disk_optim_frac"] = 1.0
+        if "disk_path" not in fields:
+            path = tuple(f"{_OPTIMIZER_OFFLOAD}.device".split("."))
+            found.problems.append(Problem(path, "='nvme' needs nvme_path beside it, a folder on a local disk"))
+    elif fields.pop("disk_path", None) is not None:
+        found.ignored.append((f"{_OPTIMIZER_OFFLOAD}.nvme_path", "nothing is put onto a disk without device nvme"))
+    if device == "none":
         # A ratio of 1 is DeepSpeed's default, and asks for nothing.
         if ratio < 1:
             found.ignored.append(("zero_optimization.offload_optimizer.ratio", "nothing is offloaded without a device"))

@@ -77,11 +77,11 @@ def _checked(value: Any, info: ValidationInfo) -> Any:
     elif name in ("chunk_size", *COUNTS) and isinstance(value, float) and value.is_integer():
         # Every format reads 1e6 as a float.
         value = int(value)
-    # Each field is checked by itself here, and a fraction alone would contradict the default policy "auto". `Config`
-    # checks all fields together afterwards.
-    others = {"tensor_placement_policy": "static"} if name in FRACTIONS else {}
+    # Each field is checked by itself here, and a fraction alone would contradict the default policy "auto", or a disk's
+    # size lack the disk. `Config` checks all fields together afterwards.
+    others: dict[str, Any] = {"tensor_placement_policy": "static"} if name in FRACTIONS else {}
     try:
-        return getattr(Settings(**{**others, name: value}), name)
+        return getattr(Settings(**{"disk_path": ".", **others, name: value}), name)
     # pydantic collects a validator's ValueError with those of other fields. A TypeError would end its checks.
     except TypeError as error:
         raise ValueError(str(error)) from error
