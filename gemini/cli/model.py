@@ -38,6 +38,8 @@ _OPTIONS = (
     ("model_data_memory= or device_memory=", "--device-memory"),  # model data has no option: it gets what is left
     ("device_memory=", "--device-memory"),
     ("host_memory=", "--host-memory"),
+    ("disk_memory=", "--disk-memory"),
+    ("disk_path=", "--disk-path"),
     ("chunk_size=", "--chunk-size"),
 )
 _POLICY = re.compile(r"\btensor_placement_policy='(\w+)(?:\([^']*\))?'")  # "static" names its fractions

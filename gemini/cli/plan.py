@@ -32,6 +32,12 @@ def plan(
     host_memory: Annotated[
         str | None, typer.Option(help="Of the host, for each rank, as in 200GB. Default: the machine's share.")
     ] = None,
+    disk_path: Annotated[
+        str | None, typer.Option(help="A folder on a local disk here, for states without room on the host; measured.")
+    ] = None,
+    disk_memory: Annotated[
+        str | None, typer.Option(help="Of a local disk, for each rank, as in 2TB. Default: no disk, or what is free.")
+    ] = None,
     rates: Annotated[
         str | None, typer.Option(help="measured (here), a published machine, a .json file, or none.")
     ] = None,
@@ -47,7 +53,7 @@ def plan(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights: fp32, bf16, fp16, or 'own'.")] = "own",
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
-    policy: Annotated[str, typer.Option(help="auto, cpu, cuda or static.")] = "auto",
+    policy: Annotated[str, typer.Option(help="auto, cpu, cuda, static or disk.")] = "auto",
     shard_param_frac: Annotated[
         float | None, typer.Option(min=0, max=1, help="static: of the weights, what is sharded. Default: 1.")
     ] = None,
@@ -63,6 +69,9 @@ def plan(
     optim_states: Annotated[
         int, typer.Option(min=0, help="States per element of the optimizer: 2 for Adam, 0 for SGD, 1 with momentum.")
     ] = OPTIM_STATES,
+    update_in_backward: Annotated[
+        bool, typer.Option("--update-in-backward", help="Gradients take no memory: without clipping and micro-batches.")
+    ] = False,
     chunk_size: Annotated[int | None, typer.Option(min=1, help="Elements of a chunk. Default: searched.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Numbers as JSON instead of tables.")] = False,
 ) -> None:
@@ -77,7 +86,7 @@ def plan(
     from rich.text import Text
 
     from gemini.cli.model import NotAModel, check_name, dtype_option, model_named
-    from gemini.cli.question import Batch, described
+    from gemini.cli.question import A_FOLDER, Batch, described
     from gemini.cli.report import answer, as_json, show
     from gemini.model.estimate import module_of
     from gemini.settings import Settings
@@ -98,9 +107,13 @@ def plan(
             # None means the same as 1, and stays out of the settings that the answer names.
             gradient_accumulation_steps=gradient_accumulation_steps if gradient_accumulation_steps > 1 else None,
             chunk_size=chunk_size,
+            disk_path=disk_path if disk_memory is None else disk_path or A_FOLDER,
+            update_in_backward=update_in_backward,
         )
         with console.status("looking at the machine ..."):
-            cluster = described(ranks, ranks_per_node, machine, device_memory, host_memory, rates)
+            cluster = described(
+                ranks, ranks_per_node, machine, device_memory, host_memory, rates, disk_path, disk_memory
+            )
         with console.status(f"reading {model} ..."):
             module = module_of(model_named(model))
         if not any(True for _ in module.parameters()):

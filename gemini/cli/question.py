@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 import typer
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from gemini.errors import BudgetError
 from gemini.model.estimate import packed_of
 from gemini.monitor.live import MemoryMonitor
-from gemini.monitor.rates import rates_of
+from gemini.monitor.rates import disk_rates, rates_of
 from gemini.monitor.readings import HOST_RESERVE
 from gemini.placement.budget import LESS_FOR_ACTIVATIONS, MORE_ACTIVATIONS, RESERVE, FreeBytes
 from gemini.placement.cost import Ranks
@@ -39,6 +40,8 @@ from gemini.settings import Settings
 # -- What a plan is for: this machine, or a cluster that is described on the command line.
 
 
+A_FOLDER = "FOLDER"
+"""Stands for a disk of another machine."""
 _PER_NODE = 8  # at most, of a cluster that is described by its memory alone
 
 
@@ -53,6 +56,7 @@ class Cluster:
         host_bytes: of host memory. None: no bound was given.
         is_emulated: the device is host memory too.
         rates: None: nothing is known of them.
+        disk_bytes: of a local disk. None: no bound was given, if there is a disk.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Cluster:
     host_bytes: int | None
     is_emulated: bool
     rates: Rates | None
+    disk_bytes: int | None = None
 
 
 def described(
@@ -70,6 +75,8 @@ def described(
     device_memory: str | None,
     host_memory: str | None,
     rates: str | None,
+    disk_path: str | None = None,
+    disk_memory: str | None = None,
 ) -> Cluster:
     """The cluster that the options describe. Local; reads this machine's memory and rates if they are asked for.
 
@@ -106,8 +113,18 @@ def described(
     else:
         name = "this machine" if is_here else "as described"
     # Measuring takes a second, so whatever else may be refused was refused before.
-    found = _rates(rates, published, is_here)
-    return Cluster(name, layout, device_bytes, host_bytes, is_emulated, found)
+    found, disk_bytes = _rates(rates, published, is_here), _bytes(disk_memory, "--disk-memory")
+    if disk_path is not None:
+        # Whoever names a folder has it here. Other ranks of this node share the disk.
+        try:
+            read, write = disk_rates(Path(disk_path))
+            free = psutil.disk_usage(disk_path).free
+        except (ValueError, BudgetError) as error:
+            raise typer.BadParameter(str(error), param_hint="--disk-path") from None
+        disk_bytes = free // layout.on_a_node if disk_bytes is None else disk_bytes
+        if found is not None:
+            found = replace(found, disk_read_bytes_per_s=read, disk_write_bytes_per_s=write)
+    return Cluster(name, layout, device_bytes, host_bytes, is_emulated, found, disk_bytes)
 
 
 def _filled_by(count: int) -> int:
@@ -288,6 +305,11 @@ class Question:
         """The same question for ranks with other memory."""
         return replace(self, cluster=replace(self.cluster, device_bytes=device_bytes, host_bytes=host_bytes))
 
+    def with_disk(self) -> Question:
+        """The same question with a local disk that has room for everything."""
+        settings = replace(self.settings, disk_path=A_FOLDER)
+        return replace(self, settings=settings, cluster=replace(self.cluster, disk_bytes=None))
+
     def with_ranks(self, count: int) -> Question:
         """The same question for `count` ranks, each with as much memory as now."""
         ranks = replace(self.cluster.ranks, count=count)
@@ -300,7 +322,9 @@ class Question:
         return replace(self, settings=self.settings.with_policy(policy))
 
     def _settings_with(self, host_bytes: int | None) -> Settings:
-        return replace(self.settings, device_memory=self.cluster.device_bytes, host_memory=host_bytes)
+        disk_bytes = None if self.settings.disk_path is None else self.cluster.disk_bytes
+        device_bytes = self.cluster.device_bytes
+        return replace(self.settings, device_memory=device_bytes, host_memory=host_bytes, disk_memory=disk_bytes)
 
 
 # -- What `gemini plan` advises: each change is tried by planning with it, so that who takes the advice has a plan.
@@ -322,6 +346,7 @@ def that_would_be_enough(question: Question, error: BudgetError) -> Iterator[str
     if needed is None or budget is None:
         return
     yield from _policy(question)
+    yield from _disk(question, error)
     too_large = _too_large(question, error, budget)
     if too_large:  # ranks share no slot
         yield from _smaller_operator(too_large, question.packed.spec, budget)
@@ -357,6 +382,18 @@ def _policy(question: Question) -> Iterator[str]:
         return
     if question.with_policy("auto").refusal() is None:
         yield "--policy auto would be enough."
+
+
+def _disk(question: Question, error: BudgetError) -> Iterator[str]:
+    if error.tier != "host" or question.settings.disk_path is not None:
+        return
+    with_disk = question.with_disk()
+    try:
+        plan = with_disk.plan()
+    except BudgetError:
+        return
+    needed = plan.placement.disk_bytes(plan.demand)
+    yield f"--disk-memory {needed}B ({format_bytes(needed)} of a local disk for each rank) would be enough."
 
 
 def _too_large(question: Question, error: BudgetError, budget: int) -> list[OperatorSpec]:

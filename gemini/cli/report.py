@@ -156,7 +156,7 @@ class _Answering:
             return None
         # `ShardedModel` plans before it sees a batch, so it does not know these activations. It makes the same plan at
         # once if it is given the bytes that they leave to model data.
-        given = "".join(f", {name}={value}" for name, value in chosen_of(plan.settings).items())
+        given = "".join(f", {name}={value!r}" for name, value in chosen_of(plan.settings).items())
         self._notes.append(
             f"ShardedModel makes this plan with device_memory={device}, model_data_memory={plan.budget_bytes}{given}."
         )
@@ -192,7 +192,7 @@ class _Answering:
             return None
         if step.unknown:
             notes.append(
-                f"Not in the modelled time, because no rate between ranks is known: {', '.join(step.unknown)}."
+                f"Not in the modelled time, because these rates do not have theirs: {', '.join(step.unknown)}."
             )
         # Published rates, and rates that were measured without a process group, have no time of a launch.
         if rates.collective_s == 0 and question.cluster.ranks.count > 1:
@@ -200,9 +200,11 @@ class _Answering:
         return step
 
 
-def chosen_of(settings: Settings) -> dict[str, float]:
+def chosen_of(settings: Settings) -> dict[str, Any]:
     """What has a say in the plan besides memory, and is not the default."""
-    values = {name: getattr(settings, name) for name in (*FRACTIONS, "gradient_accumulation_steps", "chunk_size")}
+    names = (*FRACTIONS, "gradient_accumulation_steps", "chunk_size", "disk_path", "disk_memory")
+    values = {name: getattr(settings, name) for name in names}
+    values["update_in_backward"] = settings.update_in_backward or None
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -250,6 +252,7 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
             "nodes": ranks.num_nodes,
             "device_memory": found.cluster.device_bytes,
             "host_memory": found.cluster.host_bytes,
+            "disk_memory": found.cluster.disk_bytes,
             "rates": None if found.cluster.rates is None else found.cluster.rates.to_json(),
         },
         "batch": {
@@ -301,7 +304,7 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
     return shown
 
 
-def _settings_of(found: Answer, model_data_memory: int) -> dict[str, float | None]:
+def _settings_of(found: Answer, model_data_memory: int) -> dict[str, Any]:
     """The settings with which `ShardedModel` makes the same plan."""
     return {
         "device_memory": found.cluster.device_bytes,
@@ -353,30 +356,38 @@ def show(name: str, found: Answer, console: Console) -> None:
 def _show_bytes(found: Answer, console: Console) -> None:
     plan = found.plan
     assert plan is not None
-    on_device, on_host = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in (Tier.DEVICE, Tier.HOST))
+    on_device, on_host, on_disk = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
     activations = found.activations_at_hand
     # Gradients that find no slot lie on the host for a part of the step, beside the homes there.
     passing = 0 if found.predicted is None else found.predicted.host_peak - plan.host_bytes
-    tier_bytes = plan.device_bytes + (activations or 0), plan.host_bytes + passing
+    in_all = plan.device_bytes + (activations or 0), plan.host_bytes + passing, plan.placement.disk_bytes(plan.demand)
+    # Without a disk there is no column for one.
+    num_tiers = len(in_all) if plan.settings.disk_path is not None else 2
     # One unit for the whole table, by its largest sum, so that the digits of rows can be compared.
-    unit, power = next((each for each in _UNITS if max(tier_bytes) >= 10 ** each[1]), _UNITS[-1])
+    unit, power = next((each for each in _UNITS if max(in_all) >= 10 ** each[1]), _UNITS[-1])
 
     def cell(num_bytes: int | None) -> str:
         # An empty cell in the row "there" means that no bound is known.
         return "" if num_bytes is None else f"{num_bytes / 10**power:,.2f}"
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in (f"{unit} (10**{power} bytes) on each rank", "device", "host"):
+    for head in (f"{unit} (10**{power} bytes) on each rank", *("device", "host", "disk")[:num_tiers]):
         table.add_column(head, justify="left" if head.startswith(unit) else "right", no_wrap=True)
+
+    def row(words: str, *cells: str) -> None:
+        table.add_row(words, *cells[:num_tiers])
+
     for kind, words in _KINDS.items():
+        held = [by_kind.get(kind, 0) for by_kind in (on_device, on_host, on_disk)]
         # Kinds that a model does not have, such as masters beside fp32 weights, get no row.
-        if on_device.get(kind) or on_host.get(kind):
-            table.add_row(words, cell(on_device.get(kind, 0)), cell(on_host.get(kind, 0)))
+        if any(held):
+            row(words, *map(cell, held))
     if passing:
-        table.add_row("gradients passing through", cell(0), cell(passing))
-    table.add_row("activations, at most", "not known" if activations is None else cell(activations), "")
-    table.add_row("in all", cell(tier_bytes[0]), cell(tier_bytes[1]))
-    table.add_row("there", cell(found.cluster.device_bytes), cell(found.cluster.host_bytes))
+        row("gradients passing through", cell(0), cell(passing))
+    row("activations, at most", "not known" if activations is None else cell(activations), "", "")
+    row("in all", *map(cell, in_all))
+    there = found.cluster
+    row("there", cell(there.device_bytes), cell(there.host_bytes), cell(there.disk_bytes))
     console.print(table)
 
 
@@ -394,6 +405,8 @@ def _show_step(found: Answer, console: Console) -> None:
         "exchanges": f"{_gb(moves.exchanged_bytes)} in {moves.num_exchanges} launches",
         "update on the device": _gb(moves.device_update_bytes),
         "update on the host": _gb(moves.host_update_bytes),
+        "disk to host": _gb(moves.from_disk_bytes),
+        "host to disk": _gb(moves.to_disk_bytes),
     }
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     # In a narrow terminal rich would cut digits off, so the rates, which are no result, are left out.
@@ -427,8 +440,10 @@ def _rate(part: str, dtype: str, rates: Rates) -> str:
         "device to host": rates.to_host_bytes_per_s,
         "update on the device": rates.device_update_bytes_per_s,
         "update on the host": rates.host_update_bytes_per_s,
+        "disk to host": rates.disk_read_bytes_per_s,
+        "host to disk": rates.disk_write_bytes_per_s,
     }[part]
-    return f"{value / 1e9:,.3g} GB/s"
+    return "" if value is None else f"{value / 1e9:,.3g} GB/s"
 
 
 def _gb(num_bytes: int) -> str:

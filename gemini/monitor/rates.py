@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gemini.memory.disk import DiskTier, aligned_bytes
 from gemini.memory.memory import resolve_device
 from gemini.placement.machines import Rates
 from gemini.settings import Device
@@ -35,6 +37,8 @@ _COPY_BYTES = 2**25
 _UPDATE_NUMEL = 2**21
 _UPDATE_BYTES = 26  # per parameter in bf16 with a split master: 14 read, 12 written
 _PAYLOAD_BYTES = 2**22
+_DISK_BYTES = 2**27
+_DISK_ROUNDS = 4
 _ENOUGH_S = 0.02
 """Seconds of repetitions of one measurement. The fastest one counts, which leaves out other work on the machine."""
 _LONG_S = 0.08
@@ -97,6 +101,30 @@ def _measured(device: torch.device, group: dist.ProcessGroup | None) -> Rates:
         network_bytes_per_s=network,
         collective_s=launch,
     )
+
+
+def disk_rates(folder: Path) -> tuple[float, float]:
+    """Bytes per second that this process reads from a disk and writes to it, both at once, as an update does.
+
+    folder: where the file of the measurement lies, 256 MiB, which is gone afterwards. It takes a second or less, and is
+    not cached: another folder may be another disk. Raises ValueError if no file can be made there, and BudgetError
+    without room for it.
+    """
+    tier = DiskTier(folder)
+    try:
+        there = [tier.allocate(_DISK_BYTES, "a measurement") for _ in range(2)]
+        here = [aligned_bytes(_DISK_BYTES, pins=False).zero_() for _ in range(2)]
+        fastest = math.inf
+        # The first round writes what the second one reads.
+        for number in range(_DISK_ROUNDS):
+            begun = time.perf_counter()
+            for each in (*tier.write(there[number % 2], here[0]), *tier.read(here[1], there[1 - number % 2])):
+                each.result()
+            if number:
+                fastest = min(fastest, time.perf_counter() - begun)
+    finally:
+        tier.close()
+    return _DISK_BYTES / fastest, _DISK_BYTES / fastest
 
 
 def _buffer(device: torch.device, pinned: bool = False) -> Tensor:

@@ -31,6 +31,8 @@ class MovedBytes:
         num_exchanges: the number of these exchanges.
         device_update_bytes: bytes that the optimizer's update reads and writes on the device.
         host_update_bytes: the same on the host.
+        from_disk_bytes: bytes of states that are read for their update.
+        to_disk_bytes: bytes of states that are written after it.
     """
 
     to_device_bytes: int = 0
@@ -41,6 +43,8 @@ class MovedBytes:
     num_exchanges: int = 0
     device_update_bytes: int = 0
     host_update_bytes: int = 0
+    from_disk_bytes: int = 0
+    to_disk_bytes: int = 0
 
 
 def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
@@ -69,6 +73,8 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
         num_exchanges=reduced[0],
         device_update_bytes=updated[Tier.DEVICE],
         host_update_bytes=updated[Tier.HOST],
+        from_disk_bytes=links.get("disk->host", 0),
+        to_disk_bytes=links.get("host->disk", 0),
     )
 
 
@@ -143,7 +149,8 @@ class ModelledStep:
 
     Args:
         parts: seconds by part: "forward and backward", "host to device", "device to host", "gathers", "exchanges",
-            "update on the device", "update on the host". None: a rate that the part needs is unknown.
+            "update on the device", "update on the host", "disk to host", "host to disk". None: a rate that it needs is
+            unknown.
         flops: FLOPs of one rank's batch, forward and backward, recomputation included.
         model_flops: the same without recomputation.
         peak_flops_per_s: peak rate of the device in the dtype of the weights.
@@ -195,6 +202,9 @@ _RESOURCES = {
     "link to the host": ("device to host",),
     "ranks": ("gathers", "exchanges"),
     "host": ("update on the host",),
+    # Their rates are those beside each other.
+    "reads of the disk": ("disk to host",),
+    "writes to the disk": ("host to disk",),
 }
 
 
@@ -225,6 +235,13 @@ def modelled_step(
         "update on the device": moves.device_update_bytes / rates.device_update_bytes_per_s,
         "update on the host": moves.host_update_bytes / rates.host_update_bytes_per_s,
     }
+    # Without a disk its unknown rate must not make a part unknown.
+    for part, num_bytes, rate in (
+        ("disk to host", moves.from_disk_bytes, rates.disk_read_bytes_per_s),
+        ("host to disk", moves.to_disk_bytes, rates.disk_write_bytes_per_s),
+    ):
+        if num_bytes:
+            parts[part] = None if rate is None else num_bytes / rate
     # With one rank nothing travels, so an unknown rate between ranks must not make a part unknown.
     if ranks.count > 1:
         gathers = all_gather_seconds(moves.gathered_bytes, ranks, rates)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-# One rank, or one node, has no such link to measure.
-_MAY_BE_UNKNOWN = ("node_bytes_per_s", "network_bytes_per_s")
+# One rank, or one node, has no such link to measure, and a disk is measured where one is named.
+_MAY_BE_UNKNOWN = ("node_bytes_per_s", "network_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,8 @@ class Rates:
         host_update_bytes_per_s: the same in host memory, with one rank's share of the cores.
         node_bytes_per_s: rate at which a rank sends to ranks of its node. None: unknown.
         network_bytes_per_s: rate at which a rank sends to other nodes. None: unknown.
+        disk_read_bytes_per_s: from the disk to host memory, while as much is written. None: unknown.
+        disk_write_bytes_per_s: the other way, while as much is read. None: unknown.
         collective_s: seconds that a collective takes in addition to the time of its bytes.
 
     Raises ValueError for a number that is not positive and finite; `collective_s` may be 0.
@@ -45,6 +47,8 @@ class Rates:
     host_update_bytes_per_s: float
     node_bytes_per_s: float | None = None
     network_bytes_per_s: float | None = None
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
     collective_s: float = 0.0
 
     def __post_init__(self) -> None:

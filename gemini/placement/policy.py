@@ -8,7 +8,16 @@ from itertools import groupby
 from typing import Protocol, runtime_checkable
 
 from gemini.errors import BudgetError
-from gemini.placement.demand import OF_OPTIMIZER, ChunkDemand, Demand, Kind, Placement, Tier, format_bytes
+from gemini.placement.demand import (
+    OF_OPTIMIZER,
+    ChunkDemand,
+    Demand,
+    Kind,
+    Placement,
+    Tier,
+    format_bytes,
+    update_tier,
+)
 
 # -- Bytes over the link between the tiers in a step, in closed form: fast enough to compare placements.
 #
@@ -482,6 +491,14 @@ def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | 
             budget_bytes=most,
         )
     return found
+
+
+def before_disk(placement: Placement) -> Placement:
+    """The placement that `to_disk` was given: what is on the disk rests on the host. Local; raises nothing."""
+    if not any(Tier.DISK in homes.values() for homes in placement.homes):
+        return placement
+    moved = {id(each): {kind: update_tier(tier) for kind, tier in each.items()} for each in placement.homes}
+    return replace(placement, homes=tuple(moved[id(homes)] for homes in placement.homes))
 
 
 def place_unbounded(demand: Demand, policy: PlacementPolicy) -> Placement:

@@ -18,7 +18,7 @@ from gemini.placement.policies import (
     next_better,
     next_worse,
 )
-from gemini.placement.policy import PlacementPolicy
+from gemini.placement.policy import PlacementPolicy, before_disk
 from gemini.placement.simulate import Exchange, MoveReason, SimulatedPayloads, Traffic
 from gemini.placement.simulated_gradients import Gradients
 from gemini.settings import Settings
@@ -533,6 +533,8 @@ def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool) -
 
 def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, policy: PlacementPolicy) -> Iterator[str]:
     """The changes that a larger and a smaller device budget would bring, with these chunks."""
+    # Policies know of no disk, which takes what they put onto the host.
+    placement = before_disk(placement)
     held, there = placement.device_bytes(demand), budget.device
     # From this budget on the policy uses no more.
     everything = all_on_device(demand, policy)

@@ -1,9 +1,11 @@
 """`gemini plan` says nothing that a training contradicts: its plan can be wrapped, and its advice can be taken."""
 
 import re
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -11,6 +13,7 @@ from torch import nn
 
 from gemini import EmulatedDevice, HybridAdam, Settings, ShardedModel, ShardedOptimizer
 from gemini.errors import BudgetError
+from gemini.placement.demand import Tier
 from tests.features.test_first_batch import Composite
 from tests.features.test_plan_command import SMALL, asked, refused, run
 from tests.zoo.mlp import Mlp
@@ -156,3 +159,53 @@ def test_the_bound_of_activations_has_the_gradient_that_autograd_holds() -> None
     measured = model.chunk_manager.trace.peak[1]
     assert measured > 8000 * 32 * 4, "a gradient of the embedding"
     assert measured <= found["activations_at_most"]["whole"]
+
+
+# -- A disk: the plan with one, and the advice to take one.
+
+
+def test_a_disk_is_advised_where_the_host_is_short_and_what_is_advised_is_enough(tmp_path: Path) -> None:
+    options = (BLOCKS, "--ranks", "1", "--device-memory", "260KB", "--host-memory", "300KB")
+    said = run(*options)[1]
+    advised = re.search(r"--disk-memory (\d+)B \(.* of a local disk for each rank\) would be enough", said)
+    assert advised is not None, said
+    found = asked(*options, "--disk-memory", f"{advised[1]}B")
+    assert sum(found["disk"].values()) == int(advised[1]) and sum(found["host"].values()) <= 300_000
+    assert found["moves"]["from_disk_bytes"] == found["moves"]["to_disk_bytes"] == int(advised[1])
+    assert found["wrap_with"].pop("disk_path") == "FOLDER"
+    with mock.patch.object(Settings, "has_streams", True):
+        model = trained(blocks(), **found["wrap_with"], disk_path=tmp_path)
+    for tier in Tier:
+        assert found[tier.value] == model.plan.placement.bytes_by_kind(model.plan.demand, tier)
+    # A disk that is too small is refused as such.
+    code, shown = run(*options, "--disk-memory", "1KB")
+    assert code == 1 and "disk: " in shown
+
+
+def test_a_folder_here_is_measured_and_its_free_bytes_are_the_bound(tmp_path: Path) -> None:
+    options = BLOCKS, "--ranks", "1", "--device-memory", "260KB", "--host-memory", "300KB", "--rates", "measured"
+    found = asked(*options, "--disk-path", str(tmp_path), "--policy", "disk")
+    free = psutil.disk_usage(str(tmp_path)).free
+    assert abs(found["cluster"]["disk_memory"] - free) < free / 2
+    rates, seconds = found["cluster"]["rates"], found["modelled"]["seconds_by_part"]
+    for part, way, moved in (("disk to host", "read", "from_disk_bytes"), ("host to disk", "write", "to_disk_bytes")):
+        assert seconds[part] == found["moves"][moved] / rates[f"disk_{way}_bytes_per_s"] > 0
+    assert not list(tmp_path.iterdir())
+    code, shown = run(*options, "--disk-path", str(tmp_path / "nowhere"))
+    assert code == 2 and "takes no file" in shown
+
+
+def test_the_table_has_a_column_for_a_disk_and_says_what_is_not_known() -> None:
+    options = BLOCKS, "--ranks", "1", "--device-memory", "260KB", "--host-memory", "300KB", "--rates", "dgx-h100"
+    code, shown = run(*options, "--disk-memory", "1GB")
+    assert code == 0 and re.search(r"device +host +disk", shown)
+    assert re.search(r"moments +[\d.]+ +[\d.]+ +[\d.]+", shown)
+    assert "because these rates do not have theirs: disk to host, host to disk" in shown
+    assert not re.search(r"device +host +disk", run(BLOCKS, "--ranks", "1", "--device-memory", "1MB")[1])
+
+
+def test_gradients_that_the_backward_uses_up_take_nothing() -> None:
+    options = BLOCKS, "--ranks", "1", "--dtype", "bf16", "--device-memory", "10MB"
+    without, found = asked(*options), asked(*options, "--update-in-backward")
+    assert without["device"]["grad"] and not found["device"]["grad"] + found["host"]["grad"]
+    assert found["wrap_with"]["update_in_backward"] is True
