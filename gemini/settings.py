@@ -76,6 +76,7 @@ class Options(TypedDict, total=False):
     disk_path: str | Path | None
     disk_memory: int | str | None
     disk_optim_frac: float | None
+    disk_checksums: bool
     rank_timeout: float
     ignore_unused_parameters: bool
 
@@ -158,6 +159,8 @@ class Settings:
         disk_memory: bytes that chunks may take there. None: what is free.
         disk_optim_frac: of the masters and optimizer state that would rest on the host, the fraction that rests on the
             disk at least, from the last chunk on. None: none, but with the policy "disk" all.
+        disk_checksums: whether an update ends with an error where it reads other bytes from the disk than the last one
+            wrote: a crc32 of each request, on the cores.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
         ignore_unused_parameters: False makes `optimizer.step()` raise if a trainable parameter got no gradient on any
             rank since the last step, and name all that did not.
@@ -196,6 +199,7 @@ class Settings:
     disk_path: str | Path | None = None
     disk_memory: int | str | None = None
     disk_optim_frac: float | None = None
+    disk_checksums: bool = False
     rank_timeout: float = 600.0
     ignore_unused_parameters: bool = True
 
@@ -373,7 +377,8 @@ class Settings:
         timeout = self.rank_timeout
         if not (_is_int(timeout) or isinstance(timeout, float)) or not 0 < timeout < math.inf:
             raise ValueError(f"rank_timeout must be a number of seconds above 0, found {timeout!r}")
-        for name in ("reuse_fp16_shard", "ignore_unused_parameters", "update_in_backward", "deferred_update"):
+        flags = "reuse_fp16_shard", "ignore_unused_parameters", "update_in_backward", "disk_checksums"
+        for name in (*flags, "deferred_update"):
             value, or_none = getattr(self, name), name == "deferred_update"
             if not isinstance(value, bool) and not (or_none and value is None):
                 raise TypeError(f"{name} must be True or False{', or None' * or_none}, found {value!r}")

@@ -8,6 +8,7 @@ import mmap
 import os
 import tempfile
 import weakref
+import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,9 @@ from torch import Tensor
 from gemini.errors import BudgetError, GeminiError
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import format_bytes
+
+_Then = Callable[[int, memoryview, int], None]  # what follows a request: (position, its bytes, version of the buffer)
+
 
 # -- The file behind the tier.
 #
@@ -44,8 +48,11 @@ _NUM_REQUESTS = 4
 class DiskTier(MemoryTier):
     """A file as memory of this rank."""
 
-    def __init__(self, folder: Path, capacity_bytes: int | None = None) -> None:
-        """folder: where the file lies. Raises ValueError if no file can be made there."""
+    def __init__(self, folder: Path, capacity_bytes: int | None = None, checks: bool = False) -> None:
+        """folder: where the file lies. checks: what a request reads is what the last one wrote there.
+
+        Raises ValueError if no file can be made there.
+        """
         super().__init__("disk", torch.device("cpu"), capacity_bytes, "disk_memory=")
         self.folder = folder
         self._file = self._direct = -1
@@ -62,6 +69,9 @@ class DiskTier(MemoryTier):
         self._places: dict[int, tuple[int, int]] = {}  # by the address of a buffer: (start in the file, bytes)
         self._addresses: list[int] = []  # the same addresses, sorted
         self._threads = ThreadPoolExecutor(_NUM_REQUESTS, "gemini-disk")
+        # By position of a request that has written: the version of the buffer, which a write through the mapping
+        # raises, the length, and the checksum. None: nothing is checked.
+        self._written: dict[int, tuple[int, int, int]] | None = {} if checks else None
 
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
         length = max(BLOCK_BYTES, _in_blocks(num_bytes))
@@ -81,6 +91,9 @@ class DiskTier(MemoryTier):
         buffer = torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
         if was_used:
             buffer.zero_()
+            if self._written is not None:
+                for position in [each for each in self._written if start <= each < start + length]:
+                    del self._written[position]
         if num_bytes:
             self._places[buffer.data_ptr()] = start, num_bytes
             insort(self._addresses, buffer.data_ptr())
@@ -132,13 +145,15 @@ class DiskTier(MemoryTier):
 
     def read(self, into: Tensor, source: Tensor) -> list[Future[None]]:
         """Start to fill host memory with as many bytes of the tier. Their futures raise GeminiError."""
-        return self._requests(os.preadv, "reading", into, source)
+        return self._requests(os.preadv, "reading", into, source, self._check)
 
     def write(self, to: Tensor, source: Tensor) -> list[Future[None]]:
         """Start to write host memory to as many bytes of the tier. Their futures raise GeminiError."""
-        return self._requests(os.pwritev, "writing", source, to)
+        return self._requests(os.pwritev, "writing", source, to, self._note_written)
 
-    def _requests(self, function: Callable[..., int], doing: str, memory: Tensor, there: Tensor) -> list[Future[None]]:
+    def _requests(
+        self, function: Callable[..., int], doing: str, memory: Tensor, there: Tensor, then: _Then
+    ) -> list[Future[None]]:
         start, is_last = self._place_of(there)
         # Whole blocks go past the cache: nothing else is in the last one, and staging memory has room for it.
         file, data = self._direct, _bytes_of(memory, _in_blocks(memory.nbytes) if is_last else memory.nbytes)
@@ -147,11 +162,22 @@ class DiskTier(MemoryTier):
             assert data is not None
         parts = (slice(first, first + _REQUEST_BYTES) for first in range(0, len(data), _REQUEST_BYTES))
         return [
-            self._threads.submit(self._carry_out, function, doing, file, data[part], start + part.start)
+            self._threads.submit(
+                self._carry_out, function, doing, file, data[part], start + part.start, then, there._version
+            )
             for part in parts
         ]
 
-    def _carry_out(self, function: Callable[..., int], doing: str, file: int, data: memoryview, position: int) -> None:
+    def _carry_out(
+        self,
+        function: Callable[..., int],
+        doing: str,
+        file: int,
+        data: memoryview,
+        position: int,
+        then: _Then,
+        version: int,
+    ) -> None:
         done = 0
         while done < len(data):
             try:
@@ -167,6 +193,20 @@ class DiskTier(MemoryTier):
             done += count
             # What is left of a request that ended early may be unaligned.
             file = file if not done % BLOCK_BYTES else self._file
+        if self._written is not None:
+            then(position, data, version)
+
+    def _note_written(self, position: int, data: memoryview, version: int) -> None:
+        assert self._written is not None
+        self._written[position] = version, len(data), zlib.crc32(data)
+
+    def _check(self, position: int, data: memoryview, version: int) -> None:
+        """Raises GeminiError if other bytes were read than were written."""
+        assert self._written is not None
+        written_version, length, checksum = self._written.get(position, (-1, 0, 0))
+        # What was written through the mapping since then has no checksum.
+        if (written_version, length) == (version, len(data)) and zlib.crc32(data) != checksum:
+            raise self._failed("reading", length, position, "they are not the bytes that were written (checksum)")
 
     def _failed(self, doing: str, num_bytes: int, position: int, why: str) -> GeminiError:
         return GeminiError(f"disk: {doing} {num_bytes} bytes at {position} of the file in {self.folder} failed: {why}")

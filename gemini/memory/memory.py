@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -301,11 +300,11 @@ os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 class RankMemory:
     """Hands out regions, and takes them back once the copies from and to them are done."""
 
-    def __init__(self, device: MemoryTier, host: HostTier, disk_path: Path | None = None) -> None:
-        """disk_path: the folder of the disk tier's file. None: no such tier. Raises ValueError if it takes no file."""
+    def __init__(self, device: MemoryTier, host: HostTier, disk: DiskTier | None = None) -> None:
+        """disk: None if nothing may rest on one."""
         self.device = device
         self.host = host
-        self.disk = None if disk_path is None else DiskTier(disk_path)
+        self.disk = disk
         self.transfer = Transfer(device.device, self.disk)
         self.work = WorkThread()  # beside training
         self.slots = SlotPools(device, "slots")  # of payloads

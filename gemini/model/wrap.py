@@ -18,6 +18,7 @@ from gemini.building.store import BuildStore, BuiltLink, built_link_of
 from gemini.errors import BudgetError, GeminiError, RankLostError, UnsupportedError
 from gemini.launch import ranks_of
 from gemini.memory.arena import Freed
+from gemini.memory.disk import DiskTier
 from gemini.memory.memory import RankMemory, choose_tiers
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import ready
@@ -593,7 +594,8 @@ class Wrapping:
         folder = settings.disk_path
         # One rank alone may find that its folder takes no file.
         with self.communicator.publishing():
-            self._memory = RankMemory(device_tier, host_tier, None if folder is None else Path(folder))
+            disk = None if folder is None else DiskTier(Path(folder), checks=settings.disk_checksums)
+            self._memory = RankMemory(device_tier, host_tier, disk)
         self._back = MovingOut(self.communicator, self._memory)
         self._module = module
         self._by_name = by_name

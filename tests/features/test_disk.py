@@ -424,3 +424,52 @@ def test_the_backward_updates_what_rests_there(deferred: bool, tmp_path: Path) -
         found.append(gemini.state_hash(model, optimizer))
         model.close()
     assert found[0] == found[1]
+
+
+# -- Bytes that are not what was written.
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_checksums_find_a_byte_that_the_disk_has_changed(deferred: bool, tmp_path: Path) -> None:
+    for checks in (False, True):
+        model, optimizer = sharded(tmp_path, deferred_update=deferred, disk_checksums=checks)
+        mlp.train_step(model, optimizer, 0)
+        model.chunk_manager.memory.work.join()
+        disk = model.chunk_manager.memory.disk
+        assert disk is not None
+        at = 8 * mlp.CHUNK_NUMEL + 5
+        (byte,) = os.pread(disk._file, 1, at)
+        os.pwrite(disk._file, bytes([byte ^ 1]), at)
+
+        def trains(model: ShardedModel = model, optimizer: ShardedOptimizer = optimizer) -> None:
+            for step in range(1, 3):
+                mlp.train_step(model, optimizer, step)
+            optimizer.step()
+
+        if checks:
+            with pytest.raises(GeminiError, match=r"disk: reading .* are not the bytes that were written"):
+                trains()
+        else:
+            trains()
+        model.close()
+
+
+@pytest.mark.parametrize("name", DETOURS)
+def test_checksums_know_what_was_written_in_another_way(name: str, tmp_path: Path) -> None:
+    """Edits, checkpoints and state dicts write through the mapping: no alarm, and the same bits."""
+    found = []
+    for checks in (False, True):
+        options = {"tensor_placement_policy": "disk", "disk_path": tmp_path, "disk_checksums": checks}
+        found.append(end_of(Trained(0, 1, False, {**options, "dtype": torch.bfloat16}), DETOURS[name], 1))
+    assert found[0] == found[1]
+
+
+def test_a_range_that_is_taken_again_has_no_checksum(tmp_path: Path) -> None:
+    tier, memory = DiskTier(tmp_path, checks=True), aligned_bytes(8192, False).fill_(7)
+    for _ in range(2):
+        buffer = tier.allocate(8192, "optim")
+        for request in (*tier.read(memory, buffer), *tier.write(buffer, memory.fill_(7))):
+            request.result()
+        tier.free(buffer, "optim")
+        del buffer
+    tier.close()

@@ -1,5 +1,6 @@
 """What users do, on the device: the same bits as plain PyTorch there."""
 
+import tempfile
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +22,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "cpu": {"tensor_placement_policy": "cpu"},
     "static": {"tensor_placement_policy": "static"},
     "smallest": {"model_data_memory": "smallest"},
+    "disk": {"tensor_placement_policy": "disk", "disk_path": tempfile.gettempdir()},
 }
 everywhere = pytest.mark.parametrize("place", PLACES)
 # A plain HybridAdam takes no fp64 weights; on the stand-in torch wants kernels for the others that the CPU lacks.

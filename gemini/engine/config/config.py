@@ -340,6 +340,8 @@ class Config(_ConfigPart):
     """A folder on a local disk for masters and optimizer state that find no room on the host. None: no disk."""
     disk_optim_frac: Annotated[float | None, Setting] = None
     """Of masters and optimizer state on the host, what rests on the disk at least. None: 0; with policy "disk" 1."""
+    disk_checksums: Annotated[bool, Setting] = False
+    """Whether an update ends with an error where it reads other bytes from the disk than the last one wrote."""
     disk_memory: Annotated[int | str | None, Setting] = None
     """Bytes that chunks may take there. None: what is free."""
     rank_timeout: Annotated[float, Setting] = 600.0
