@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gemini.memory.disk import DiskTicket, DiskTier
+from gemini.memory.disk import DiskTicket, DiskTier, aligned_bytes
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Tier
 from gemini.placement.needs import round_to_alignment
@@ -264,6 +264,62 @@ def lane_of(device: torch.device) -> OnStream | None:
     return None if device.type == "cpu" else OnStream(device)
 
 
+class _Staging:
+    """Pinned memory between disk and device, for what a forward or backward fetches. Two buffers take turns."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Region | None] = [None, None]
+        self._next = 0
+
+    def buffer(self, source: Region) -> Region:
+        """Memory like `source`, once what was there before has gone to the device."""
+        number, self._next = self._next, 1 - self._next
+        there = self._buffers[number]
+        if there is not None:
+            wait_on_host(there)
+        if there is None or there.nbytes < source.nbytes:
+            there = self._buffers[number] = Region(Tier.HOST, aligned_bytes(source.nbytes, pins=True))
+        return there[: source.nbytes].view(source.dtype)
+
+
+class _Onward:
+    """Copies from the disk to the device. Each goes on from pinned memory when somebody needs it."""
+
+    number = -1  # of no stream, until it has gone on
+
+    def __init__(self, read: Ticket, lane: OnStream, staged: Sequence[tuple[Region, Region]]) -> None:
+        self._read = read
+        self._lane = lane
+        self._staged = list(staged)  # (the device's region, its content in pinned memory)
+        self._copies: list[Ticket] = []
+        self._lock = threading.Lock()
+        for _, buffer in staged:
+            buffer.tickets.note_write(self)
+
+    def wait(self) -> None:
+        """See `Ticket`. Raises GeminiError if the disk has failed."""
+        self._go_on()
+        for copy in self._copies:
+            copy.wait()
+
+    def order(self) -> None:
+        """See `Ticket`: the host waits for the disk, and the stream for the copies."""
+        self._go_on()
+        for copy in self._copies:
+            copy.order()
+
+    def implies(self, earlier: Ticket) -> bool:
+        """See `Ticket`."""
+        return earlier is self
+
+    def _go_on(self) -> None:
+        with self._lock:
+            if self._staged:
+                self._read.wait()
+                self._copies = [self._lane.start(to, buffer, ()) for to, buffer in self._staged]
+                self._staged = []
+
+
 class Transfer:
     """The copies of one model."""
 
@@ -271,6 +327,7 @@ class Transfer:
         self.bytes_by_link: Counter[str] = Counter()  # copied so far: "host->device", "device->host", "disk->host" ...
         self._disk = disk
         self._lane = lane_of(device)
+        self._staging = _Staging()
         self._counting = threading.Lock()  # two threads may copy
 
     def aside(self) -> AbstractContextManager[object]:
@@ -317,19 +374,25 @@ class Transfer:
     def _copy_on_disk(self, pairs: Sequence[tuple[Region, Region]]) -> Ticket | None:
         """Copies from or to the disk, beside whatever the host and the device do. None: they are done."""
         requests: list[Future[None]] = []
+        staged: list[tuple[Region, Region]] = []
         for to, source in pairs:
             wait_on_host(to)
             if source.tickets.write is not None:
                 source.tickets.write.wait()
         for to, source in pairs:
-            # States move between disk and device, or take another dtype, once in a while: through the mapped file.
-            if Tier.DEVICE in (to.tier, source.tier) or to.dtype is not source.dtype or self._disk is None:
+            # States move from the device to the disk, or take another dtype, once in a while: through the mapped file.
+            if source.tier is Tier.DEVICE or to.dtype is not source.dtype or self._disk is None:
                 to.flat.copy_(source.flat)
+            elif to.tier is Tier.DEVICE and self._lane is not None:
+                staged.append((to, self._staging.buffer(source)))
+                requests += self._disk.read(staged[-1][1].flat, source.flat)
             else:
                 requests += (self._disk.read if source.tier is Tier.DISK else self._disk.write)(to.flat, source.flat)
         if not requests:
             return None
-        ticket = DiskTicket(requests)
+        ticket: Ticket = DiskTicket(requests)
+        if self._lane is not None and staged:
+            ticket = _Onward(ticket, self._lane, staged)
         for to, source in pairs:
             source.tickets.note_read(ticket)
             to.tickets.note_write(ticket)

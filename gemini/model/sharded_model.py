@@ -398,11 +398,14 @@ class ShardedModel(PlainView):
         return self.chunk_manager.communicator.rank
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard all gradients. Local, alike on every rank. Raises nothing of its own.
+        """Discard all gradients. Local, alike on every rank.
 
         set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
             A step then moves a parameter without a new gradient by its moments, as in plain PyTorch.
+
+        Raises GeminiError if the backward has updated weights (`update_in_backward`) and no step has followed.
         """
+        self.chunk_manager.grads.refuse_discard()
         with self.chunk_manager.step.publishing():
             self.chunk_manager.grads.end_step(Becomes.of(set_to_none))
             zero_ignored(self._ignored, set_to_none)

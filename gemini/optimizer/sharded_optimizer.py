@@ -232,14 +232,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale = LossScale(
                 initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
             )
-            if model.settings.update_in_backward and any(
-                c.trainable and c.dtype is torch.float16 for c in manager.chunks
-            ):
+            frees_gradients = model.settings.frees_gradients(manager.communicator.world_size)
+            if frees_gradients and any(c.trainable and c.dtype is torch.float16 for c in manager.chunks):
                 raise UnsupportedError(SCALES_LOSSES)
             refuse_other_disk(optimizer, model)
             update = resolve_update(optimizer, elementwise)
             max_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
-            if model.settings.update_in_backward and max_norm is not None:
+            if frees_gradients and max_norm is not None:
                 raise ValueError(
                     f"clip_grad_norm={max_norm:g} needs all gradients before the first update, and the model's "
                     "update_in_backward=True updates while they come: leave one of the two out"
@@ -345,11 +344,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises GeminiError if the backward has updated weights (`update_in_backward`) and no step has followed.
         """
-        if self._manager.grads.are_used:
-            raise GeminiError(
-                "zero_grad() after backward() and before step(): the backward has updated weights already, as "
-                "update_in_backward=True says. Call step() first"
-            )
+        self._manager.grads.refuse_discard()
         with self._manager.step.publishing():
             self._manager.grads.end_step(Becomes.of(set_to_none), self._chunk_states.ungrouped())
             self._next.reset_clipping()

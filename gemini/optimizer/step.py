@@ -443,8 +443,8 @@ class OptimizerStep:
         self._updates = ChunkUpdates(manager.step, states.by_chunk, update, param_groups, defers)
         self._transfer, self._work = manager.memory.transfer, manager.memory.work
         self._in_backward = None
-        if model.settings.update_in_backward:
-            self._in_backward = BackwardUpdates(manager.step, self._updates, states)
+        if model.settings.frees_gradients(manager.communicator.world_size):
+            self._in_backward = BackwardUpdates(manager.step, self._updates, states, self._settings)
         self._homes = manager.grads.homes
         self._homes.update_with(self._in_backward)
         self._ahead = SumsAhead(self._work) if defers else None
@@ -475,6 +475,8 @@ class OptimizerStep:
         self._times_ms = tuple(1e3 * seconds for seconds in self._work.pop_times())
         # Everything that may be refused is checked first, while no rank has changed anything.
         self._updates.refuse_bad_hyperparameters()
+        if self._in_backward is not None:
+            self._in_backward.refuse_other_settings()
         refuse_ungrouped(self._model, self._states)
         step.before_update()
         self._collect()
@@ -530,12 +532,13 @@ class OptimizerStep:
         skipped = None
         factors = GradientFactors(1.0 / self._scaling.value)
         bad = None if summary.non_finite is None else self._manager.parameters[summary.non_finite].name
-        if bad is not None and self._in_backward is not None:
+        was_used = step.grads.are_used
+        if bad is not None and was_used:
             warn_at_script(
                 f"step {number}: the gradient of {bad!r} is not finite, and with update_in_backward=True it has "
                 "changed weights already, as in plain PyTorch. Load a checkpoint"
             )
-        if bad is not None and self._in_backward is None:
+        if bad is not None and not was_used:
             skipped = bad
             warn_at_script(f"step {number} skipped on all ranks: the gradient of {skipped!r} is not finite")
         else:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from operator import gt
 from typing import Any
 
 import torch
@@ -114,6 +115,8 @@ class _GradientsOnHost:
 
     def copy(self, gradient: Region) -> Region:
         """A copy of the gradient, on its way. Waits until the thread is done with what was there before."""
+        if not self._kept:  # its chunk rests on the host since a moment ago
+            self.fit([gradient.nbytes])
         buffer = self._kept[self._next % len(self._kept)]
         self._next += 1
         copied = buffer[: gradient.nbytes].view(gradient.dtype)
@@ -212,7 +215,7 @@ class ChunkUpdates:
         factors = GradientFactors()
         if self._deferred({chunk: steps}):
             # The thread may take its time: the slot is free again once the gradient has left it.
-            self._defer({chunk: steps}, factors, self._on_host.copy(gradient))
+            self._defer({chunk: steps}, factors, self._on_host.copy(gradient), number)
             return
         for batch in self._batches([self._plan(chunk, steps, number, gradient=gradient)]):
             self._finish(batch, factors)
@@ -242,10 +245,16 @@ class ChunkUpdates:
             return {}
         return {chunk: steps for chunk, steps in chunks.items() if self._states[chunk.index].update_tier is Tier.HOST}
 
-    def _defer(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors, gradient: Region | None = None) -> None:
+    def _defer(
+        self,
+        chunks: Mapping[Chunk, bytes],
+        factors: GradientFactors,
+        gradient: Region | None = None,
+        first_number: int = 0,
+    ) -> None:
         """Have a thread update chunks, and write down that it is done. Who needs a region waits for it.
 
-        gradient: of the only chunk. None: those at rest.
+        gradient: of the only chunk. None: those at rest. first_number: of the chunks, for their turns.
         """
         update = self._update
         assert isinstance(update, AdamUpdate)
@@ -253,7 +262,9 @@ class ChunkUpdates:
         try:
             updates = [
                 self._plan(chunk, steps, number, ticket, gradient)
-                for number, ((chunk, steps), ticket) in enumerate(zip(chunks.items(), tickets, strict=True))
+                for number, ((chunk, steps), ticket) in enumerate(
+                    zip(chunks.items(), tickets, strict=True), first_number
+                )
             ]
             for each in updates:
                 update.begin(each.runs, self._param_groups, factors)
@@ -472,8 +483,11 @@ SCALES_LOSSES = (
 class BackwardUpdates:
     """The updates that the backwards of one model carry out (`UpdatesInBackward`)."""
 
-    def __init__(self, step: Step, updates: ChunkUpdates, states: ChunkStates) -> None:
+    def __init__(self, step: Step, updates: ChunkUpdates, states: ChunkStates, settings: Callable[[], str]) -> None:
+        """settings: the optimizer's, in words."""
         self.sums = UsedSums()
+        self._settings = settings
+        self._settings_then = ""
         self._step = step
         self._updates = updates
         self._states = states
@@ -489,17 +503,26 @@ class BackwardUpdates:
             raise GeminiError(f"a second backward before optimizer.step() adds up gradients, {_USES_UP}")
         self.sums.discard_sums()  # of a backward whose gradients were discarded
         self._updates.prepare()
+        self._settings_then = self._settings()
+
+    def refuse_other_settings(self) -> None:
+        """Raises GeminiError if hyperparameters have changed since the backward, which has used those before."""
+        now = self._settings()
+        if self._step.grads.are_used and now != self._settings_then:
+            raise GeminiError(
+                f"hyperparameters were changed between backward() and step(), from {self._settings_then!r} to {now!r}: "
+                "update_in_backward=True has updated with those before. Set them before the backward, or back now"
+            )
 
     def use_up(self, gradient: ChunkGradient, reduced: Region) -> bool:
         """See `UpdatesInBackward`. Raises GeminiError for a gradient of weights that were updated with another part."""
         chunk, step = gradient.chunk, self._step
-        for managed, used, fired in zip(chunk.parameters, gradient.used, gradient.fired, strict=True):
-            if used and fired:
-                raise GeminiError(
-                    f"a second gradient of {managed.name!r} came in one backward, after its weights were updated. "
-                    "Reentrant checkpointing makes such gradients: use checkpoint(..., use_reentrant=False), or wrap "
-                    "the model without update_in_backward=True"
-                )
+        if gradient.is_used:
+            raise GeminiError(
+                f"a second gradient came in one backward to {chunk.names()}, after these weights were updated. "
+                "Reentrant checkpointing makes such gradients: use checkpoint(..., use_reentrant=False), or wrap the "
+                "model without update_in_backward=True"
+            )
         # The node that made the gradient is over, and holds its chunks no longer.
         step.leave_node()
         if not self._may_use(gradient):
@@ -536,8 +559,18 @@ class BackwardUpdates:
         # Others are to be added to a gradient at rest. A chunk in use must keep its weights.
         if gradient.is_reduced or gradient.is_behind or chunk.pins or self._step.params.is_coming(chunk):
             return False
-        # Weights whose gradients have not come may still be needed. On several ranks another rank may have a gradient
-        # that this one has not, and all must count the same steps.
-        if gradient.num_fired == sum(gradient.trained):
-            return True
-        return gradient.is_alone and not self._step.grads.in_backward
+        # Weights whose gradients have not come may still be needed. What gets no gradient may have a zero to move by.
+        if gradient.is_alone:
+            is_over = not self._step.grads.in_backward and not any(map(gt, gradient.got, gradient.fired))
+            return gradient.is_whole or is_over
+        # All ranks must use it up or none: a slot that leaves decides about collectives. So what counts is whether the
+        # chunk has come whole on all ranks so far.
+        if gradient.came_in_part or chunk.is_chosen:
+            return False
+        if not gradient.is_whole:
+            missing = next(each.name for each in chunk.parameters if each.requires_grad > gradient.fired[each.position])
+            raise GeminiError(
+                f"no gradient of {missing!r} came in this backward, as in all before, and other ranks may have updated "
+                "its chunk: wrap the model without update_in_backward=True"
+            )
+        return True

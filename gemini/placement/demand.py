@@ -93,7 +93,7 @@ class Tier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
-    DISK = "disk"  # of masters and optimizer state only
+    DISK = "disk"  # of what the host has no room for; never of gradients
 
 
 class Kind(StrEnum):
@@ -158,6 +158,7 @@ class ChunkDemand:
     needs_gradient_slot: bool  # likewise for its gradient
     may_keep_slot: bool = False  # the parameter home is one piece of the payload, so that both can share memory
     is_frozen: bool = False  # no step reads its master and optimizer state, which are kept for when it is unfrozen
+    may_be_on_disk: bool = True  # its parameters: no gradient rests in their home, and no step makes them whole there
     frees_gradient: bool = False  # the backward uses the gradient up, on the device: it never comes to rest
     persists: bool = False  # the parameters must rest whole on the device: they never take a slot
     numel: int = 0  # elements of the payload

@@ -274,6 +274,7 @@ def _chunk_demand(
         needs_gradient_slot=not accumulates_at_home,
         may_keep_slot=is_sharded and len(chunk.layout.units) == 1,
         is_frozen=not is_trained,
+        may_be_on_disk=not chunk.may_lend_home and chunk.home_layout.world_size == chunk.optim_layout.world_size,
         frees_gradient=frees_gradient,
         persists=chunk.persists,
         numel=chunk.layout.numel,

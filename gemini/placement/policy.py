@@ -446,36 +446,42 @@ RING = 3
 
 
 def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | None, fraction: float) -> Placement:
-    """`placement` with masters and optimizer state on the disk, as many as the host has no room for. Local.
+    """`placement` with states on the disk for which the host has no room. Local.
 
-    room: bytes that chunks may take on the host. most: the same of the disk. None: no bound. fraction: of the bytes
-    that would rest on the host, what leaves at least. States of chunks that no step reads leave first, then those of
-    the last chunks: the next forward needs the updates of the first ones first. Raises BudgetError if the disk's budget
-    is too small.
+    room: bytes that chunks may take on the host. most: the same of the disk. None: no bound. fraction: of the masters
+    and optimizer states that would rest on the host, what leaves at least. Masters and optimizer state leave first, of
+    chunks that no step reads, then of the last chunks: the next forward needs the updates of the first ones first.
+    Where that is not enough the weights of the last chunks follow.
+
+    Raises BudgetError if the disk's budget is too small.
     """
+    homes = list(placement.homes)
 
-    def on_host(index: int) -> int:
-        homes, its = placement.homes[index], demand.chunks[index].home_bytes
-        return sum(its.get(kind, 0) for kind in OF_OPTIMIZER if homes.get(kind) is Tier.HOST)
+    def on_host(index: int, kinds: Sequence[Kind]) -> int:
+        its = demand.chunks[index].home_bytes
+        return sum(its.get(kind, 0) for kind in kinds if homes[index].get(kind) is Tier.HOST)
 
-    sizes = {index: on_host(index) for index in range(len(demand.chunks))}
-    candidates = [index for index, num_bytes in sizes.items() if num_bytes]
-    candidates.sort(key=lambda index: (not demand.chunks[index].is_frozen, -index))
+    sizes = [on_host(index, OF_OPTIMIZER) for index in range(len(homes))]
     held = placement.host_bytes(demand)
-    least_held = held - fraction * sum(sizes.values())  # where as much has left as was asked for
-    if not candidates or (not fraction and (room is None or held <= room)):
+    least_held = held - fraction * sum(sizes)  # where as much has left as was asked for
+    if not any(homes) or (not fraction and (room is None or held <= room)):
         return placement
     if room is not None:
-        room -= RING * max(sizes.values())
-    homes = list(placement.homes)
-    for index in candidates:
-        if held <= least_held and (room is None or held <= room):
-            break
-        homes[index] = {
-            kind: Tier.DISK if kind in OF_OPTIMIZER and tier is Tier.HOST else tier
-            for kind, tier in homes[index].items()
-        }
-        held -= sizes[index]
+        room -= RING * max(sizes, default=0)
+    for kinds in (OF_OPTIMIZER, (Kind.PARAM,)):
+        leaving = [index for index, chunk in enumerate(demand.chunks) if kinds is OF_OPTIMIZER or chunk.may_be_on_disk]
+        leaving.sort(key=lambda index: (kinds is not OF_OPTIMIZER or not demand.chunks[index].is_frozen, -index))
+        for index in leaving:
+            num_bytes = on_host(index, kinds)
+            if held <= least_held and (room is None or held <= room):
+                break
+            if num_bytes:
+                homes[index] = {
+                    kind: Tier.DISK if kind in kinds and tier is Tier.HOST else tier
+                    for kind, tier in homes[index].items()
+                }
+                held -= num_bytes
+        least_held = held  # no weights leave for the fraction
     # Equal homes stay one object: `Placement.alike` groups chunks by identity.
     shared: dict[tuple[int, tuple[Tier, ...]], dict[Kind, Tier]] = {}
     for index, its in enumerate(homes):
@@ -484,7 +490,7 @@ def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | 
     needed = found.disk_bytes(demand)
     if most is not None and needed > most:
         raise BudgetError(
-            f"disk: {needed} bytes of masters and optimizer state do not fit into the budget of {most} bytes. "
+            f"disk: {needed} bytes of states do not fit into the budget of {most} bytes. "
             "Allow more with disk_memory=, or more of the host with host_memory=",
             tier="disk",
             needed_bytes=needed,

@@ -56,6 +56,7 @@ class Gradients:
         self._frees = [chunk.frees_gradient for chunk in plan.demand.chunks]
         trains = {weight.name: weight.trainable for weight in plan.spec.weights}
         self._num_trained = [sum(map(trains.__getitem__, facts.names)) for facts in chunks]
+        self._knows_parts = not any(self._frees)  # which decides about updates inside the backward
         self._use: Callable[[int, int], None] | None = None
         self._leave_node: Callable[[], None] = lambda: None
         # Fetches that are collectives give all ranks common points at which to reduce. Without them the order is all
@@ -143,11 +144,12 @@ class Gradients:
             is_off = self._is_off
         else:
             is_off = self._is_off or tuple(self._order.fired) != self._order.order
-            for chunk in self._order.order[self._next_in_order :]:
+            for chunk in self._order.order[self._next_in_order :] if self._knows_parts else ():
                 self._reduce(chunk)
         for chunk in [chunk for chunk, gradient in self.of.items() if gradient.is_open]:
             self._reduce(chunk)
         self._finish()
+        self._knows_parts = True
         if is_off or self._order.points is None:
             self._agree()
 
@@ -219,7 +221,7 @@ class Gradients:
             return
         self._order.note_complete(chunk)
         # Reduce in the agreed order only: a chunk that completes early waits for those before it.
-        while not self._gathers_in_backward and self._next_in_order < len(self._order.order):
+        while self._knows_parts and not self._gathers_in_backward and self._next_in_order < len(self._order.order):
             following = self._order.order[self._next_in_order]
             if not self.of[following].is_open or len(self.of[following].fired) != self.of[following].expected:
                 break

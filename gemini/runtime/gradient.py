@@ -139,8 +139,7 @@ NEXT: dict[State, tuple[State, ...]] = {
     GradState.SPILLED: (GradState.IN_SLOT, GradState.CLOSED),
     GradState.REDUCING: (GradState.CLOSED,),
     ReducedState.NONE: (ReducedState.IN_SHARD, ReducedState.WIDE, ReducedState.USED),
-    # Again for parameters whose gradients come later in the same backward.
-    ReducedState.USED: (ReducedState.USED, ReducedState.NONE),
+    ReducedState.USED: (ReducedState.NONE,),
     ReducedState.IN_SHARD: (ReducedState.WIDE, ReducedState.NONE),
     # A sum in fp32 stays so until the step has used it: in 16 bits a small gradient would be lost beside a large one.
     ReducedState.WIDE: (ReducedState.NONE,),
@@ -264,6 +263,8 @@ class ChunkGradient:
 
         # what is expected
         self.in_pieces = False  # a parameter's gradient came more than once in some backward
+        # In some backward some rank had gradients of a part of the trained parameters only; equal on all ranks.
+        self.came_in_part = False
         self.expect_all()
 
     def adopt_home(self) -> None:
@@ -290,6 +291,7 @@ class ChunkGradient:
     def take_over(self, before: ChunkGradient) -> None:
         """Keep what `before` knew about this chunk's gradient, whose memory was replaced between steps."""
         self.in_pieces, self.num_writes = before.in_pieces, before.num_writes
+        self.came_in_part = before.came_in_part
         for flags, old in ((self.got, before.got), (self.agreed, before.agreed), (self.had, before.had)):
             # In place: on one rank `got` and `agreed` are one array.
             flags[:] = old
@@ -411,7 +413,7 @@ class ChunkGradient:
     def note_used(self) -> None:
         """The backward updates the parameters whose gradients are in the payload, which is closed next."""
         self.become_reduced(ReducedState.USED)
-        self.used = bytearray(map(max, self.used, self.fired))
+        self.used = bytearray(self.fired)
 
     def outlive_step(self) -> None:
         """A step left the reduced gradient in place: whatever is added to it belongs to a later backward."""
@@ -509,7 +511,18 @@ class ChunkGradient:
         """Count the payload as complete once every parameter has a gradient. Call it again after flags changed."""
         self.trained = bytes(managed.requires_grad for managed in self.chunk.parameters)
         self.all_trained = all(self.trained)
+        self.num_trained = sum(self.trained)
         self.expected = len(self.trained)
+        self.came_in_part = False
+
+    @property
+    def is_whole(self) -> bool:
+        """The open payload has gradients of all trained parameters of the chunk, from this rank."""
+        return self.num_fired == self.num_trained
+
+    def note_part(self) -> None:
+        """Some rank has had gradients of a part of the chunk only. Every rank calls it at the same point."""
+        self.came_in_part = True
 
     def expect_what_came(self) -> None:
         """Count later payloads as complete with what the step's first backward brought, which has just ended."""

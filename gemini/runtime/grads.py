@@ -462,6 +462,19 @@ class GradStore:
         """The backward has updated weights, and no step has followed yet."""
         return any(gradient.is_used for gradient in self.memory.gradients.values())
 
+    @property
+    def are_any_left(self) -> bool:
+        """Some gradient is open, at rest or unreduced."""
+        return any(each.is_open or each.is_reduced or each.is_behind for each in self.memory.gradients.values())
+
+    def refuse_discard(self) -> None:
+        """Raises GeminiError where the backward has updated weights and no step has followed."""
+        if self.are_used:
+            raise GeminiError(
+                "gradients are discarded after backward() and before step(), and the backward has updated weights "
+                "with them already, as update_in_backward=True says. Call step() first"
+            )
+
     def is_used(self, chunk: Chunk) -> bool:
         """The backward has updated weights of the chunk, and no step has followed yet."""
         gradient = self.memory.gradients.get(chunk.index)
@@ -571,6 +584,8 @@ class GradStore:
         gradient = self.find(managed.chunk)
         if gradient is None:
             return
+        if gradient.is_used:
+            self.refuse_discard()
         # A gradient that is collected after this would set the flags of the discarded one again.
         self.collect_all()
         gradient.note_discarded(managed.position)

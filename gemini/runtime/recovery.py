@@ -162,8 +162,8 @@ class Failures:
     def abandon(self) -> None:
         """Forget a step that failed half way: nothing stays pinned, open or expected."""
         self._has_failed = True
-        # The backward updates weights, and has not come to all of them.
-        if self._grads.are_used:
+        # The backward updates weights, and has not come to all of them. Where it has, the step has nothing left to do.
+        if self._grads.are_used and (self._grads.in_backward or self._grads.are_any_left):
             self._tear(GeminiError("a backward that updates weights, as update_in_backward=True says, did not end"))
         clear_our_frames()
         self._underway.reset()

@@ -421,6 +421,7 @@ class AccumulateAndReduce(Accumulation):
         self._gathers_in_backward = False  # until there is a placement
         self._next_in_order = 0
         self._off_plan = False  # a gradient came late or early: record again
+        self._whole: set[int] = set()  # chunks that were reduced with all of this rank's gradients: membership only
         self.reset_order()
 
     def note_placement(self, is_resident: bool) -> None:
@@ -430,10 +431,12 @@ class AccumulateAndReduce(Accumulation):
     def reset_order(self) -> None:
         """See `Accumulation`."""
         self._order = ReductionOrder[Touch](list(self._memory.gradients))
+        self._has_told_parts = False
 
     def begin_backward(self) -> None:
         """See `Accumulation`."""
         super().begin_backward()
+        self._whole.clear()
         next_use = self._next_use
         self._order.begin(next_use.places if next_use.kind is PassKind.TRAINING else None)
         self._completion.begin()
@@ -461,8 +464,13 @@ class AccumulateAndReduce(Accumulation):
             gradient.in_pieces = True
         elif gradient.num_fired == gradient.expected:
             order.note_complete(index)
-            if self.synchronizes and not self._gathers_in_backward:
+            if self.synchronizes and not self._gathers_in_backward and self._knows_parts:
                 self._reduce_in_order(backward)
+
+    @property
+    def _knows_parts(self) -> bool:
+        """Ranks know whose gradients come in part, which decides about updates inside the backward."""
+        return self._has_told_parts or self._homes.updates is None
 
     def _reduce_in_order(self, backward: int) -> None:
         """Reduce complete gradients whose turn it is. Collective."""
@@ -495,6 +503,8 @@ class AccumulateAndReduce(Accumulation):
         with untracked():
             self._finish()
             self._reduced.add(gradient.chunk.index)
+            if gradient.is_whole:
+                self._whole.add(gradient.chunk.index)
             self._completion.note_reduced(gradient.chunk.index)
             if gradient.unsynced_state is not UnsyncedState.NONE:
                 # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as
@@ -614,7 +624,7 @@ class AccumulateAndReduce(Accumulation):
             # all ranks agree on an order again.
             off = self._off_plan or tuple(order.fired) != order.order
             # What is left of the order is reduced with zeros, where some gradients did not come.
-            for index in order.order[self._next_in_order :]:
+            for index in order.order[self._next_in_order :] if self._knows_parts else ():
                 self.reduce(self._memory.gradients[index], backward)
         # Before the first record no rank has points: then every backward counts as off its plan.
         is_off = self._reduce_the_rest("end of backward", backward, off or order.points is None)
@@ -645,12 +655,20 @@ class AccumulateAndReduce(Accumulation):
         own = bytearray([off, *(g.is_open or g.unsynced_state is UnsyncedState.HELD for g in gradients)])
         for gradient in gradients:
             own += gradient.got
+        uses_up = self._homes.updates is not None
+        if uses_up:
+            own += bytes(not (g.is_whole or g.chunk.index in self._whole) for g in gradients)
         words = torch.frombuffer(own, dtype=torch.uint8).to(self._communicator.device)
-        # One byte a flag, in one all-reduce: off | chunk to be reduced, by chunk | parameter has a gradient, by chunk.
+        # One byte a flag, in one all-reduce: off | chunk to be reduced, by chunk | parameter has a gradient, by chunk |
+        # where the backward updates: this rank had a part of the chunk's gradients only.
         self._communicator.all_reduce_max_(words, when)
         # Reading the flags makes the host wait for the device.
         agreed: bytes = words.cpu().numpy().tobytes()
         start = len(gradients) + 1
+        self._has_told_parts = uses_up
+        for gradient, is_part in zip(gradients, agreed[-len(gradients) :] if uses_up else (), strict=uses_up):
+            if is_part:
+                gradient.note_part()
         for number, gradient in enumerate(gradients):
             end = start + len(gradient.got)
             gradient.note_agreed(agreed[start:end])

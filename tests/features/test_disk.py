@@ -18,7 +18,8 @@ import torch
 import gemini
 from gemini import BudgetError, GeminiError, Settings, ShardedModel, ShardedOptimizer
 from gemini.memory.disk import DiskTier, aligned_bytes
-from gemini.placement.demand import Tier
+from gemini.placement.demand import Kind, Tier
+from gemini.placement.policy import RING
 from optim import HybridAdam
 from tests.features.test_deferred_update import DETOURS, SOME, end_of
 from tests.harness import slow_updates
@@ -473,3 +474,94 @@ def test_a_range_that_is_taken_again_has_no_checksum(tmp_path: Path) -> None:
         tier.free(buffer, "optim")
         del buffer
     tier.close()
+
+
+# -- Weights: where the host has no room for them either, the last chunks' rest on the disk.
+
+
+def _with_weights(dtype: torch.dtype | None, world_size: int, stage: int = 3) -> dict[str, Any]:
+    """A host with room for gradients, half of the weights and the ring."""
+    numel = mlp.CHUNK_NUMEL * mlp.LAYERS // (world_size if stage == 3 else 1)
+    itemsize = 4 if dtype is None else 2
+    states = 12 * mlp.CHUNK_NUMEL // world_size  # of a chunk
+    return {"tensor_placement_policy": "cpu", "host_memory": itemsize * numel * 5 // 4 + RING * states}
+
+
+@on_ranks_with(
+    "setting",
+    {1: [(None, False, SOME), (torch.bfloat16, True, tuple(DETOURS))], 2: [(torch.bfloat16, False, SOME)]},
+    soak={
+        world: [(dtype, deferred, tuple(DETOURS)) for dtype in (None, *HALF) for deferred in (False, True)]
+        for world in (1, 2, 4)
+    },
+    ids=lambda setting: f"{setting[0]}-{'deferred' if setting[1] else 'at once'}",
+    timeout_s=600,
+)
+def test_bits_do_not_tell_where_weights_rest(
+    rank: int, world_size: int, setting: tuple[torch.dtype | None, bool, tuple[str, ...]], tmp_path: Path
+) -> None:
+    dtype, deferred, names = setting
+    for number, name in enumerate(names):
+        without = {"tensor_placement_policy": "cpu", "dtype": dtype, "max_live_parameters": 2 * mlp.CHUNK_NUMEL}
+        found = [end_of(Trained(rank, world_size, False, without), DETOURS[name], 1)]
+        its = {**without, **_with_weights(dtype, world_size), "disk_path": tmp_path, "deferred_update": deferred}
+        with slow_updates.installed(seed=number) if deferred else nullcontext():
+            trained = Trained(rank, world_size, False, {**its, "max_prefetch": number % 2})
+            tiers = [homes[Kind.PARAM] for homes in trained.model.plan.placement.homes]
+            assert Tier.HOST in tiers and Tier.DISK in tiers
+            found.append(end_of(trained, DETOURS[name], 1))
+        assert found[0] == found[1], name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_weights_that_are_fetched_from_the_disk_are_those_of_the_plan(
+    dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    options = {**_with_weights(dtype, 1), "max_live_parameters": 2 * mlp.CHUNK_NUMEL, "dtype": dtype}
+    model, optimizer = sharded(tmp_path, **options)
+    for step in range(3):
+        mlp.loss_of(model, step, dtype).backward()
+        optimizer.step()
+    assert optimizer.last_step is not None
+    moved, predicted = optimizer.last_step.moved_bytes, model.plan.predicted.bytes_by_link
+    assert {link: count for link, count in moved.items() if count} == predicted
+    assert moved["disk->device"] > 0
+    for tier in Tier:
+        held = model.chunk_manager.memory.tier(tier).ledger.total_bytes
+        assert held == sum(model.plan.placement.bytes_by_kind(model.plan.demand, tier).values())
+
+
+def test_frozen_weights_leave_for_the_disk(tmp_path: Path) -> None:
+    """As of a base model whose adapters are trained: no step writes them."""
+    found = []
+    for has_disk in (False, True):
+        module = mlp.build()
+        module.layers[:5].requires_grad_(False)
+        numel = mlp.CHUNK_NUMEL * mlp.LAYERS
+        options: dict[str, Any] = {"tensor_placement_policy": "cpu", "max_live_parameters": 2 * mlp.CHUNK_NUMEL}
+        if has_disk:
+            options |= {"disk_path": tmp_path, "host_memory": 4 * numel // 2 + 8 * mlp.CHUNK_NUMEL}
+        model = ShardedModel(module, **mlp.placed(**options))
+        optimizer = ShardedOptimizer(model, mlp.adam(p for p in model.parameters() if p.requires_grad))
+        for step in range(2):
+            mlp.train_step(model, optimizer, step)
+        found.append(gemini.state_hash(model, optimizer))
+        if has_disk:
+            assert Tier.DISK in [homes[Kind.PARAM] for homes in model.plan.placement.homes]
+    assert found[0] == found[1]
+
+
+def test_a_disk_that_fails_in_a_fetch_names_the_folder(tmp_path: Path) -> None:
+    model, optimizer = sharded(tmp_path, **_with_weights(None, 1), max_live_parameters=2 * mlp.CHUNK_NUMEL)
+    mlp.train_step(model, optimizer, 0)
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with failing("preadv", fails), pytest.raises(GeminiError, match=rf"disk: reading .*{tmp_path}.*errno {errno.EIO}"):
+        mlp.loss_of(model, 1)
+    mlp.train_step(model, optimizer, 1)  # nothing was lost
+    plain, its = mlp.plain()
+    for step in range(2):
+        mlp.train_step(plain, its, step)
+    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))

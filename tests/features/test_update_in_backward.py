@@ -217,6 +217,144 @@ def test_branches_train_as_without_it(rank: int, world_size: int) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("place", ["all on the device", "all on the host"])
+def test_zeros_of_parameters_without_a_gradient_move_them(place: str) -> None:
+    found = []
+    for in_backward in (False, True):
+        where = {**WHERE[place][0], "chunk_size": 2048, "update_in_backward": in_backward}
+        model = ShardedModel(mlp.build(Branches), device="emulated", **where)
+        optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2))
+        for step, used in enumerate([(0, 1, 2, 3), (0, 1), (0, 1, 2, 3)]):
+            model.module.used = used
+            mlp.loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        found.append(state_hash(model, optimizer))
+    assert found[0] == found[1]
+
+
+class Mixture(nn.Module):
+    """Each rank chooses by itself which experts it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(mlp.WIDTH, mlp.WIDTH) for _ in range(4))
+        self.used: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.used:
+            x = x + torch.tanh(self.experts[index](x))
+        return x
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture, self.head = Mixture(), nn.Linear(mlp.WIDTH, mlp.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.mixture(x))
+        return y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("chunk_numel", [512, 1024, 4096])
+def test_ranks_that_use_other_parts_update_alike(rank: int, world_size: int, stage: int, chunk_numel: int) -> None:
+    """With a forward and a state dict between backward and step, which are collectives."""
+    found = []
+    routes = [((0, 1, 2, 3), (0, 2)), ((0, 1, 2, 3), (0, 1, 2)), ((3,), (0, 1, 2, 3)), ((0, 1, 2, 3), (0, 1, 2, 3))]
+    for in_backward in (False, True):
+        module = mlp.build(Routed)
+        gemini.set_leaf_module(module, [Mixture])
+        options = {"stage": stage, "chunk_size": chunk_numel, "update_in_backward": in_backward}
+        model = ShardedModel(module, device="emulated", rank_timeout=60, **options)
+        optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2))
+        for step, used in enumerate(routes):
+            model.module.mixture.used = used[rank]
+            mlp.loss_of(model, 2 * step + rank).backward()
+            with torch.no_grad():
+                mlp.loss_of(model, 9)
+            model.state_dict()
+            optimizer.step()
+        found.append((state_hash(model, optimizer), float(optimizer.grad_norm or 0)))
+        model.close()
+    assert found[0] == found[1]
+
+
+ALL = (0, 1, 2, 3)
+ROUTES = {  # by step: the layers that rank 0 uses, and rank 1
+    "a part first": [(ALL, (0, 1, 2)), (ALL, (0, 1, 2)), (ALL, (3, 0, 1, 2)), (ALL, ALL)],
+    "late on the other rank": [((0, 1, 2), ALL), (ALL, (3, 0, 1, 2)), (ALL, ALL)],
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("policy", ["auto", "cpu"])
+def test_a_chunk_that_once_came_in_part_waits_for_the_step(
+    rank: int, world_size: int, routes: str, policy: str
+) -> None:
+    found = []
+    for in_backward in (False, True):
+        options = {"stage": 0, "chunk_size": 2048, "tensor_placement_policy": policy}
+        model = ShardedModel(mlp.build(Branches), device="emulated", **options, update_in_backward=in_backward)
+        optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2))
+        for step, used in enumerate(ROUTES[routes]):
+            model.module.used = used[rank]
+            mlp.loss_of(model, 2 * step + rank).backward()
+            optimizer.step()
+        found.append((state_hash(model, optimizer), float(optimizer.grad_norm or 0)))
+        model.close()
+    assert found[0] == found[1]
+
+
+@on_ranks(2)
+def test_a_chunk_that_comes_in_part_after_it_came_whole_is_refused(rank: int, world_size: int) -> None:
+    """Which of the ranks has updated it by then is not known: the model is torn on all."""
+    model = ShardedModel(mlp.build(Branches), device="emulated", stage=0, chunk_size=2048, update_in_backward=True)
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2))
+    model.module.used = ALL
+    for step in range(2):
+        mlp.train_step(model, optimizer, step)
+    model.module.used = ALL if rank == 0 else (0, 1)
+    with pytest.raises(GeminiError, match=r"no gradient of 'layers.2.weight' came in this backward, as in all before"):
+        mlp.loss_of(model, 2).backward()
+    with pytest.raises(GeminiError, match="failed half way"):
+        mlp.train_step(model, optimizer, 2)
+
+
+@on_ranks(2)
+def test_a_forward_that_fails_between_backward_and_step_loses_nothing(rank: int, world_size: int) -> None:
+    model, optimizer = mlp.sharded("cpu", update_in_backward=True)
+    reference, its = mlp.plain()
+    mlp.loss_of(model, 0).backward()
+
+    def fails(*arguments: Any) -> None:
+        raise ValueError("the script has failed")
+
+    handle = model.layers[1].register_forward_hook(fails)
+    with pytest.raises(ValueError, match="the script has failed"), torch.no_grad():
+        mlp.loss_of(model, 9)
+    handle.remove()
+    optimizer.step()
+    mlp.train_step(model, optimizer, 1)
+    for step in range(2):
+        mlp.train_step(reference, its, step)
+    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+
+
+@on_ranks(2)
+def test_where_it_has_no_effect_a_gradient_that_is_not_finite_skips_the_step(rank: int, world_size: int) -> None:
+    model = ShardedModel(mlp.build(), **mlp.placed(stage=2, update_in_backward=True))
+    optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()), clip_grad_norm=1.0)
+    before = mlp.weights_of(model)
+    (mlp.loss_of(model, 1) * math.inf).backward()
+    with pytest.warns(UserWarning, match="skipped on all ranks"):
+        optimizer.step()
+    mlp.assert_same(mlp.weights_of(model), before)
+
+
 def test_parameters_in_no_group_keep_their_gradients() -> None:
     found = []
     for in_backward in (False, True):
@@ -335,6 +473,22 @@ def _discards(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
     optimizer.zero_grad()
 
 
+def _discards_of_the_model(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+    model.zero_grad()
+
+
+def _discards_one(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+    model.layers[3].bias.grad = None
+
+
+def _changes_the_rate(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+    before, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.5
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups[0]["lr"] = before
+
+
 def _sets(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
     model.layers[0].weight.grad = torch.ones(mlp.WIDTH, mlp.WIDTH)
 
@@ -343,13 +497,19 @@ REFUSED = {
     _again: "a second backward before optimizer.step",
     _unsynced: "under no_sync",
     _clips: "clip_grad_norm_.. needs all gradients",
-    _discards: "zero_grad.. after backward.. and before step",
+    _discards: "gradients are discarded after backward",
+    _discards_of_the_model: "gradients are discarded after backward",
+    _discards_one: "gradients are discarded after backward",
+    _changes_the_rate: "hyperparameters were changed between backward",
     _sets: "gradient of 'layers.0.weight' cannot be set",
 }
 
 
+@on_ranks(1, 2)
 @pytest.mark.parametrize("does", REFUSED)
-def test_calls_that_exclude_it(does: Callable[[ShardedModel, ShardedOptimizer], None]) -> None:
+def test_calls_that_exclude_it(
+    rank: int, world_size: int, does: Callable[[ShardedModel, ShardedOptimizer], None]
+) -> None:
     model, optimizer = mlp.sharded("cpu", update_in_backward=True)
     mlp.train_step(model, optimizer, 0)
     mlp.loss_of(model, 1).backward()

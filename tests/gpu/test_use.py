@@ -23,6 +23,11 @@ PLACES: dict[str, dict[str, Any]] = {
     "static": {"tensor_placement_policy": "static"},
     "smallest": {"model_data_memory": "smallest"},
     "disk": {"tensor_placement_policy": "disk", "disk_path": tempfile.gettempdir()},
+    # A host with room for gradients and a part of the weights.
+    "weights on the disk": {
+        **{"tensor_placement_policy": "cpu", "disk_path": tempfile.gettempdir(), "host_memory": 34_000},
+        **{"max_live_parameters": 1024},
+    },
 }
 everywhere = pytest.mark.parametrize("place", PLACES)
 # A plain HybridAdam takes no fp64 weights; on the stand-in torch wants kernels for the others that the CPU lacks.
