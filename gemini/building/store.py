@@ -19,6 +19,7 @@ from gemini.access.parameter_link import ParameterLink, any_link_of
 from gemini.access.released import ReleasedParameter
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.memory.arena import Freed, HostTier
+from gemini.memory.disk import DiskTier
 from gemini.memory.memory import RankMemory
 from gemini.memory.modes import untracked
 from gemini.memory.tier import MemoryTier
@@ -331,13 +332,15 @@ class BuildStore:
         home_of: Callable[[int], Tier],
         device: MemoryTier,
         rank_timeout_s: float,
+        disk: DiskTier | None = None,
     ) -> None:
         self._strategy = strategy
         self._position = StepPosition(["the model under construction"])
         carries_cpu = process_group is None or "cpu" in backends(process_group)
         carrier = torch.device("cpu") if carries_cpu else device.device
         self._own = Communicator(process_group, self._position, rank_timeout_s, carrier)
-        memory = RankMemory(device, HostTier(extent_bytes=_EXTENT_BYTES))
+        self._disk = disk
+        memory = RankMemory(device, HostTier(extent_bytes=_EXTENT_BYTES), disk)
         self.binding = BuildBinding(memory, self._own)
         self.chunks = BuiltChunks(memory, home_of, self.binding)
         self._freed = Freed()
@@ -532,6 +535,8 @@ class BuildStore:
                 self.release_all()
                 self.is_closed = True
                 self._own.close()
+                if self._disk is not None:
+                    self._disk.close()
 
     def _check_open(self, what: str) -> None:
         if self.is_closed:

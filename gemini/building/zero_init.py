@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,7 @@ from gemini.building.store import BuildStore
 from gemini.errors import UnsupportedError
 from gemini.launch import ranks_of
 from gemini.log import warn_at_script
+from gemini.memory.disk import DiskTier
 from gemini.memory.memory import choose_tiers, resolve_device
 from gemini.monitor.live import MemoryMonitor
 from gemini.placement.demand import Tier
@@ -124,7 +126,7 @@ class ColossalArguments:
 # values win. The context removes its hooks at its end and leaves torch unchanged.
 
 
-_HOMES = ("auto", "host", "device")
+_HOMES = ("auto", "host", "device", "disk")
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 _active: list[ZeroInitContext] = []  # innermost last: it takes the parameters
 
@@ -144,7 +146,9 @@ class ZeroInitContext:
         shard_param: False leaves parameters whole and ordinary, and only moves and casts them when the context ends.
         dtype: the dtype to which fp32, fp16 and bf16 weights are cast when the context ends. None: they are not cast.
         process_group: the ranks. None: all that were started, which join here if they have not met (`ShardedModel`).
-        home: where shards rest: "host", "device", or "auto", which takes at most half of the device's free memory.
+        home: where shards rest: "host", "device", "disk", or "auto", which takes at most half of the device's free
+            memory. `ShardedModel` moves them to where its plan wants them.
+        disk_path: with home="disk": a folder on a local disk. Its file has no name, and ends with the build.
         enabled: False makes the context do nothing.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
         colossal: arguments of Colossal-AI's context. `convert_fp16=True` and `bf16=True` are `dtype`, and
@@ -170,6 +174,7 @@ class ZeroInitContext:
         dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
         home: str = "auto",
+        disk_path: str | Path | None = None,
         enabled: bool = True,
         rank_timeout: float = 600.0,
         **colossal: Any,
@@ -182,6 +187,8 @@ class ZeroInitContext:
                 raise TypeError(f"{name} must be True or False, found {value!r}")
         if home not in _HOMES:
             raise ValueError(f"home must be one of {', '.join(map(repr, _HOMES))}, found {home!r}")
+        if (home == "disk") != (disk_path is not None):
+            raise ValueError(f"home='disk' and disk_path= belong together, found {home!r} and {disk_path!r}")
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
         self._colossal = ColossalArguments.of(colossal, dtype, process_group)
@@ -191,6 +198,7 @@ class ZeroInitContext:
         self._dtype = self._colossal.dtype
         self._group = self._colossal.process_group
         self._home = home
+        self._disk_path = disk_path
         self._enabled = enabled
         self._rank_timeout_s = rank_timeout
         self._store: BuildStore | None = None
@@ -210,7 +218,8 @@ class ZeroInitContext:
         group = ranks_of(self._group)
         if self._shards:
             device, _ = choose_tiers(self._device)
-            self._store = BuildStore(group, self._strategy, self._home_of(), device, self._rank_timeout_s)
+            disk = None if self._disk_path is None else DiskTier(Path(self._disk_path))
+            self._store = BuildStore(group, self._strategy, self._home_of(), device, self._rank_timeout_s, disk)
             # Without shards every parameter is a plain one, which `nn.Parameter(p)` takes as it is.
             self._stack.enter_context(_copying_parameters())
         for handle in (
@@ -313,6 +322,8 @@ class ZeroInitContext:
         self._whole = []
 
     def _home_of(self) -> Callable[[int], Tier]:
+        if self._home == "disk":
+            return lambda num_bytes: Tier.DISK
         # The emulated device lies in host memory, too.
         if self._home == "host" or self._device.type == "cpu":
             return lambda num_bytes: Tier.HOST

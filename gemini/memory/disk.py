@@ -86,9 +86,10 @@ class DiskTier(MemoryTier):
                 raise self._no_room(num_bytes, kind, error) from None
             self._end += length
         mapped = _mapped(self._file, start, length)
-        # A view that somebody still has must not show what is there next.
-        weakref.finalize(mapped, self._free.append, (start, length)).atexit = False
         buffer = torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
+        # A view that somebody still has must not show what is there next. A buffer may die without `free`, with the
+        # weights that a user drops while a model is built.
+        weakref.finalize(mapped, self._note_end, buffer.data_ptr(), start, length).atexit = False
         if was_used:
             buffer.zero_()
             if self._written is not None:
@@ -123,9 +124,16 @@ class DiskTier(MemoryTier):
     def free(self, buffer: Tensor, kind: str) -> None:
         """Free a buffer of `allocate`. Its range of the file is free when its last tensor has died."""
         super().free(buffer, kind)
-        if buffer.nbytes:
-            del self._places[buffer.data_ptr()]
-            self._addresses.remove(buffer.data_ptr())
+        self._forget_place(buffer.data_ptr())
+
+    def _note_end(self, address: int, start: int, length: int) -> None:
+        """The last tensor of a buffer has died."""
+        self._forget_place(address)
+        self._free.append((start, length))
+
+    def _forget_place(self, address: int) -> None:
+        if self._places.pop(address, None) is not None:
+            self._addresses.remove(address)
 
     def close(self) -> None:
         """Give the file back, with all that is in it. Closing it again does nothing."""

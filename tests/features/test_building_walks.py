@@ -1,6 +1,7 @@
 """Random programs that build a model in a `ZeroInitContext`: the weights are those of a build without it."""
 
 import random
+import tempfile
 
 import pytest
 import torch
@@ -24,8 +25,12 @@ def test_a_random_program_builds_the_same_model(rank: int, world_size: int, numb
     Program(number, LENGTH)
     random_numbers = torch.get_rng_state()
     torch.manual_seed(number + 1000 * rank)
-    strategy, home = chance.choice([None, "tensor", "bucket", "chunk"]), chance.choice(["auto", "host", "device"])
-    with ZeroInitContext(target_device="emulated", shard_strategy=strategy, home=home):
+    strategy, home = (
+        chance.choice([None, "tensor", "bucket", "chunk"]),
+        chance.choice(["auto", "host", "device", "disk"]),
+    )
+    disk = {"disk_path": tempfile.gettempdir()} if home == "disk" else {}
+    with ZeroInitContext(target_device="emulated", shard_strategy=strategy, home=home, **disk):
         model = Program(number, LENGTH)
     assert model.done == plain.done
     assert torch.equal(torch.get_rng_state(), random_numbers), model.done

@@ -16,14 +16,15 @@ import pytest
 import torch
 
 import gemini
-from gemini import BudgetError, GeminiError, Settings, ShardedModel, ShardedOptimizer
+from gemini import BudgetError, GeminiError, Settings, ShardedModel, ShardedOptimizer, deepspeed
+from gemini.access.parameter_link import any_link_of
 from gemini.memory.disk import DiskTier, aligned_bytes
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.policy import RING
 from optim import HybridAdam
 from tests.features.test_deferred_update import DETOURS, SOME, end_of
 from tests.harness import slow_updates
-from tests.harness.on_ranks import on_ranks_with
+from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.harness.ranks import RankPool
 from tests.zoo import mlp
 from tests.zoo.half import Trained
@@ -565,3 +566,54 @@ def test_a_disk_that_fails_in_a_fetch_names_the_folder(tmp_path: Path) -> None:
     for step in range(2):
         mlp.train_step(plain, its, step)
     mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))
+
+
+@on_ranks(1, 2)
+def test_a_model_is_built_on_the_disk(rank: int, world_size: int, tmp_path: Path) -> None:
+    found = []
+    for home in ("host", "disk"):
+        disk = {"disk_path": tmp_path} if home == "disk" else {}
+        with gemini.ZeroInitContext(home=home, **disk):
+            module = mlp.build()
+        held = [region.tier for chunk in _chunks_of(module) for region in chunk.homes.values()]
+        assert held and set(held) == {Tier(home)}
+        model = ShardedModel(module, **mlp.placed(tensor_placement_policy="disk", disk_path=tmp_path))
+        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+        for step in range(2):
+            mlp.train_step(model, optimizer, step * world_size + rank)
+        found.append(gemini.state_hash(model, optimizer))
+        model.close()
+    assert found[0] == found[1] and not list(tmp_path.iterdir())
+
+
+def _chunks_of(module: torch.nn.Module) -> list[Any]:
+    links = [any_link_of(parameter) for parameter in module.parameters()]
+    return list({link.managed.chunk.index: link.managed.chunk for link in links if link is not None}.values())
+
+
+@pytest.mark.parametrize(("home", "path"), [("disk", None), ("host", "/tmp")])
+def test_a_home_on_the_disk_needs_the_folder(home: str, path: str | None) -> None:
+    with pytest.raises(ValueError, match="home='disk' and disk_path= belong together"):
+        gemini.ZeroInitContext(home=home, disk_path=path)
+
+
+def test_deepspeeds_init_takes_the_disk_of_the_config(tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        module = mlp.build()
+    assert {region.tier for chunk in _chunks_of(module) for region in chunk.homes.values()} == {Tier.DISK}
+    engine = deepspeed.initialize(model=module, config={**config, "optimizer": {"type": "Adam"}})[0]
+    loss = mlp.loss_of(engine, 0)
+    engine.backward(loss)
+    engine.step()
+    assert _on_disk(engine.model) > 0
+
+
+def test_a_buffer_that_dies_without_being_freed_leaves_no_place_behind(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path)
+    for _ in range(3):
+        buffer = tier.allocate(3 * 4096, "optim")
+        del buffer
+    assert not tier._places and not tier._addresses and tier._end == 3 * 4096
+    tier.close()

@@ -149,7 +149,8 @@ def test_what_has_no_effect_is_said(argument: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("argument", "error", "words"),
     [
-        ({"remote_device": "nvme"}, ConfigError, "weights do not rest on a disk"),
+        ({"remote_device": "nvme"}, ConfigError, "needs a config whose offload_param has nvme_path"),
+        ({"remote_device": "gpu"}, ConfigError, "must be 'cpu', 'nvme' or 'none'"),
         ({"zero_quantized_weights": True}, ConfigError, "quantised weights"),
         ({"remote_devices": "cpu"}, TypeError, "no argument 'remote_devices'"),
         ({"config": {"zero_optimization": {"stag": 3}}}, ConfigError, "zero_optimization.stage"),

@@ -25,8 +25,10 @@ PLACES: dict[str, dict[str, Any]] = {
     "disk": {"tensor_placement_policy": "disk", "disk_path": tempfile.gettempdir()},
     # A host with room for gradients and a part of the weights.
     "weights on the disk": {
-        **{"tensor_placement_policy": "cpu", "disk_path": tempfile.gettempdir(), "host_memory": 34_000},
-        **{"max_live_parameters": 1024},
+        "tensor_placement_policy": "cpu",
+        "disk_path": tempfile.gettempdir(),
+        "host_memory": 34_000,
+        "max_live_parameters": 1024,
     },
 }
 everywhere = pytest.mark.parametrize("place", PLACES)

@@ -88,6 +88,7 @@ BAD: list[tuple[dict[str, Any] | tuple[str, str], str]] = [
     ),
     (zero(offload_optimizer="cpu"), f"{ZERO}.{OFFLOAD} must be a mapping of keys to values, found 'cpu'"),
     (zero(offload_optimizer={"device": "nvme"}), f"{ZERO}.{OFFLOAD}.device='nvme' needs nvme_path beside it"),
+    (zero(offload_param={"device": "nvme"}), "offload_param.device='nvme' needs nvme_path beside it"),
     ({"disk_optim_frac": 0.5}, "disk_optim_frac=0.5 needs disk_path="),
     ({"disk_optim_frac": 2, "disk_path": "."}, "disk_optim_frac must be a number from 0 to 1, found 2"),
     (zero(offload_optimizer={"device": "cpu", "ratio": 30}), f"{ZERO}.{OFFLOAD}.ratio must be at most 1, found 30"),

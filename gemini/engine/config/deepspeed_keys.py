@@ -36,7 +36,7 @@ POLICY = "tensor_placement_policy"
 CHUNKS = NoEffect("collectives carry one chunk; its size is searched under the budgets, or fixed by `chunk_size`")
 CHECKPOINTS = NoEffect("a checkpoint is loaded on any number of ranks, at any stage")
 _OPTIMIZER_OFFLOAD, _PARAM_OFFLOAD = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
-_WEIGHTS = NoEffect("weights rest on the host at the most; masters and optimizer state are what a disk takes")
+_WEIGHTS = NoEffect("the budgets decide: weights rest on the disk where the host has no room for them")
 _RING = NoEffect("three chunks are on their way at once: one is read, one updated, one written")
 _REQUESTS = NoEffect("four threads read and write 4 MiB at a time, past the page cache")
 _QUANTISED = "collectives that carry quantised values do not exist here; what travels has the dtype of `reduce_dtype`"
@@ -254,14 +254,20 @@ OFFLOAD = [
         MappedTo(
             POLICY,
             lambda device: None if device == "none" else "cpu",
-            "cpu, nvme: all states rest on the host, but for those that offload_optimizer puts onto the disk",
+            "cpu: all states rest on the host, but for those that offload_optimizer puts onto the disk; nvme: so do "
+            "those for which the host has no room, weights last",
         ),
         auto="the memory budget decides",
     ),
     Key("zero_optimization.offload_param.pin_memory", bool, _PINNED),
+    Key(
+        f"{_PARAM_OFFLOAD}.nvme_path",
+        str,
+        MappedTo("disk_path", note="with device nvme; where offload_optimizer names a folder, too, that one counts"),
+    ),
     *(
-        Key(f"{_PARAM_OFFLOAD}.{name}", kind, _WEIGHTS, auto="nothing needs it")
-        for name, kind in {"nvme_path": str, "buffer_count": Count, "buffer_size": Count, "max_in_cpu": Count}.items()
+        Key(f"{_PARAM_OFFLOAD}.{name}", Count, _WEIGHTS, auto="nothing needs it")
+        for name in ("buffer_count", "buffer_size", "max_in_cpu")
     ),
     *(
         Key(f"aio.{name}", Any, _REQUESTS)
@@ -459,15 +465,19 @@ def finish(data: Mapping[str, Any], found: Translation) -> None:
     policy = fields.get(POLICY)
     ratio = found.given.get(f"{_OPTIMIZER_OFFLOAD}.ratio", 1.0)
     device = found.given.get(f"{_OPTIMIZER_OFFLOAD}.device", "none")
-    if found.given.get(f"{_PARAM_OFFLOAD}.device") == "nvme":
-        found.ignored.append((f"{_PARAM_OFFLOAD}.device", f"as cpu: {_WEIGHTS.instead}"))
+    fields.pop("disk_path", None)  # of whichever row came last
+    for section in (_PARAM_OFFLOAD, _OPTIMIZER_OFFLOAD):
+        folder = found.given.get(f"{section}.nvme_path")
+        if found.given.get(f"{section}.device") != "nvme":
+            if folder is not None:
+                found.ignored.append((f"{section}.nvme_path", "nothing is put onto a disk without device nvme"))
+        elif folder is None:
+            path = tuple(f"{section}.device".split("."))
+            found.problems.append(Problem(path, "='nvme' needs nvme_path beside it, a folder on a local disk"))
+        else:
+            fields["disk_path"] = folder
     if device == "nvme":
         fields["disk_optim_frac"] = 1.0
-        if "disk_path" not in fields:
-            path = tuple(f"{_OPTIMIZER_OFFLOAD}.device".split("."))
-            found.problems.append(Problem(path, "='nvme' needs nvme_path beside it, a folder on a local disk"))
-    elif fields.pop("disk_path", None) is not None:
-        found.ignored.append((f"{_OPTIMIZER_OFFLOAD}.nvme_path", "nothing is put onto a disk without device nvme"))
     if device == "none":
         # A ratio of 1 is DeepSpeed's default, and asks for nothing.
         if ratio < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _WITHOUT_EFFECT = {
     "pin_memory": "host memory is pinned where there is an accelerator",
     "zero_param_parallel_group": "parameters have one group of ranks",
     "sequence_data_parallel_group": "give data_parallel_group the group that shards",
-    "param_swapper": "weights do not rest on a disk",
+    "param_swapper": "the config's nvme_path is enough",
     "tensor_overrides": "tensors that are made inside stay where the code makes them",
 }
 _DEFAULTS = {"mem_efficient_linear": True, "pin_memory": False}
@@ -40,8 +41,8 @@ class Init(ZeroInitContext):
         module: one that exists: it is sharded at once, and nothing is entered. None: for use in a `with` statement.
         data_parallel_group: the ranks. None: all of torch.distributed, which is made first if a launcher has started
             this script and there is none: DeepSpeed's scripts build their model before anything else.
-        remote_device: "cpu" keeps shards in host memory. None: as the config's offload_param says, else where there is
-            room. "nvme" is refused: weights do not rest on a disk.
+        remote_device: "cpu" keeps shards in host memory, "nvme" on the disk that the config's nvme_path names. None: as
+            the config's offload_param says, else where there is room.
         config_dict_or_path: a config, for dtype and offload. config: an older name of it.
         enabled: False makes the context do nothing.
         dtype: what weights are cast to when the context ends. None: as the config says; without one they are not cast.
@@ -79,12 +80,13 @@ class Init(ZeroInitContext):
                 warn_at_script(f"zero.Init({name}=...) has no effect: {_WITHOUT_EFFECT[name]}")
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise ConfigError("zero.Init(): quantised weights are not there yet; they travel in their own dtype")
-        if remote_device not in (None, "cpu", "none"):
-            raise ConfigError(f"zero.Init(remote_device={remote_device!r}): weights do not rest on a disk; use 'cpu'")
+        if remote_device not in (None, "cpu", "none", "nvme"):
+            raise ConfigError(f"zero.Init(remote_device={remote_device!r}) must be 'cpu', 'nvme' or 'none'")
         if data_parallel_group is None and mpu is not None:
             data_parallel_group = mpu.get_data_parallel_group()
         if data_parallel_group is None and enabled:
             init_distributed()
+        folder: str | Path | None = None
         if config_dict_or_path is not None or config is not None:
             source = config if config_dict_or_path is None else config_dict_or_path
             # A context that does nothing is not collective, so ranks do not compare their configs for it.
@@ -93,13 +95,17 @@ class Init(ZeroInitContext):
             )
             # Dtypes by module are for `ShardedModel`: a context casts all weights to one.
             dtype = zero_config.dtype if dtype is None and isinstance(zero_config.dtype, torch.dtype) else dtype
+            folder = zero_config.disk_path
             if remote_device is None and offloads_params(zero_config.tensor_placement_policy):
-                remote_device = "cpu"
-        home = "host" if remote_device == "cpu" else "auto"
-        super().__init__(dtype=dtype, process_group=data_parallel_group, home=home, enabled=enabled)
+                remote_device = "cpu" if folder is None else "nvme"
+        if remote_device == "nvme" and folder is None:
+            raise ConfigError("zero.Init(remote_device='nvme') needs a config whose offload_param has nvme_path")
+        where: dict[str, Any] = {"home": {"cpu": "host", "nvme": "disk"}.get(remote_device or "", "auto")}
+        where |= {"disk_path": folder} if remote_device == "nvme" else {}
+        super().__init__(dtype=dtype, process_group=data_parallel_group, enabled=enabled, **where)
         if module is not None:
             # A context is entered once. This one is another, so that `self` can still be entered by a `with` statement.
-            with ZeroInitContext(dtype=dtype, process_group=data_parallel_group, home=home, enabled=enabled) as context:
+            with ZeroInitContext(dtype=dtype, process_group=data_parallel_group, enabled=enabled, **where) as context:
                 if enabled:
                     context.convert(module)
 
