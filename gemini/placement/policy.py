@@ -481,7 +481,6 @@ def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | 
                     for kind, tier in homes[index].items()
                 }
                 held -= num_bytes
-        least_held = held  # no weights leave for the fraction
     # Equal homes stay one object: `Placement.alike` groups chunks by identity.
     shared: dict[tuple[int, tuple[Tier, ...]], dict[Kind, Tier]] = {}
     for index, its in enumerate(homes):

@@ -617,3 +617,20 @@ def test_a_buffer_that_dies_without_being_freed_leaves_no_place_behind(tmp_path:
         del buffer
     assert not tier._places and not tier._addresses and tier._end == 3 * 4096
     tier.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "reuse", "host_memory"), [(3, True, 2_500), (2, False, 8_400)])
+def test_weights_that_cannot_rest_there_stay_on_the_host(
+    rank: int, world_size: int, stage: int, reuse: bool, host_memory: int, tmp_path: Path
+) -> None:
+    """A home that gradients are lent, or that a step makes whole, would be written to in a backward or gather."""
+
+    def make() -> None:
+        where = {"tensor_placement_policy": "cpu", "disk_path": tmp_path, "host_memory": host_memory}
+        options = {"stage": stage, "reuse_fp16_shard": reuse, "dtype": torch.bfloat16}
+        model = ShardedModel(mlp.build(), **mlp.placed(**where, **options))
+        ShardedOptimizer(model, mlp.adam(model.parameters()))
+
+    with pytest.raises(BudgetError, match="host: "):
+        make()
