@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import gt
@@ -94,7 +94,7 @@ class _GradientsOnHost:
         self._next = 0
 
     def fit(self, sizes: list[int]) -> None:
-        """Have buffers for the gradients of these bytes, as many as there is room for. Raises BudgetError for none."""
+        """Have buffers for the gradients of these bytes, as many as there is room for."""
         if sizes == self._is_for:
             return
         for buffer in self._kept:
@@ -104,19 +104,19 @@ class _GradientsOnHost:
         most = sum(sizes)
         if host.capacity_bytes is not None:
             most = min(most, (host.capacity_bytes - host.ledger.total_bytes) // _SHARE_OF_ROOM)
-        for _ in range(min(len(sizes), max(2, most // max(sizes, default=1)))):
-            try:
+        # With fewer the backward waits for the thread more often.
+        with suppress(BudgetError):
+            for _ in range(min(len(sizes), max(2, most // max(sizes, default=1)))):
                 self._kept.append(self._memory.allocate(Tier.HOST, max(sizes), torch.uint8, _WAITING))
-            except BudgetError:
-                if not self._kept:
-                    raise
-                break  # the backward waits for the thread more often
         self._is_for = sizes
 
     def copy(self, gradient: Region) -> Region:
-        """A copy of the gradient, on its way. Waits until the thread is done with what was there before."""
-        if not self._kept:  # its chunk rests on the host since a moment ago
-            self.fit([gradient.nbytes])
+        """A copy of the gradient, on its way. Waits until the thread is done with what was there before.
+
+        Without buffers it is the gradient itself: its slot is free again once the thread has taken it.
+        """
+        if not self._kept or self._kept[0].nbytes < gradient.nbytes:
+            return gradient
         buffer = self._kept[self._next % len(self._kept)]
         self._next += 1
         copied = buffer[: gradient.nbytes].view(gradient.dtype)

@@ -183,7 +183,8 @@ def test_gradients_wait_for_a_thread_in_as_much_memory_as_the_host_has_left() ->
     assert waiting() == mlp.LAYERS * chunk_bytes
     # weights and two moments of all layers, and room for two gradients
     assert waiting(host_memory=3 * mlp.LAYERS * chunk_bytes + 3 * chunk_bytes) == 2 * chunk_bytes
-    assert found[0] == found[1]
+    assert waiting(host_memory=3 * mlp.LAYERS * chunk_bytes) == 0  # they wait in their slots
+    assert found[0] == found[1] == found[2]
 
 
 # -- Models whose gradients do not all come, or come in an unusual order.
