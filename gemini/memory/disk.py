@@ -11,7 +11,7 @@ import weakref
 import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,11 @@ from torch import Tensor
 from gemini.errors import BudgetError, GeminiError
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import format_bytes
+
+
+class DiskFailure(GeminiError):
+    """A request that the disk did not carry out. It may end in the middle of a fetch, unlike a refusal."""
+
 
 _Then = Callable[[int, memoryview, int], None]  # what follows a request: (position, its bytes, version of the buffer)
 
@@ -152,11 +157,11 @@ class DiskTier(MemoryTier):
     # -- requests
 
     def read(self, into: Tensor, source: Tensor) -> list[Future[None]]:
-        """Start to fill host memory with as many bytes of the tier. Their futures raise GeminiError."""
+        """Start to fill host memory with as many bytes of the tier. Their futures raise DiskFailure."""
         return self._requests(os.preadv, "reading", into, source, self._check)
 
     def write(self, to: Tensor, source: Tensor) -> list[Future[None]]:
-        """Start to write host memory to as many bytes of the tier. Their futures raise GeminiError."""
+        """Start to write host memory to as many bytes of the tier. Their futures raise DiskFailure."""
         return self._requests(os.pwritev, "writing", source, to, self._note_written)
 
     def _requests(
@@ -209,15 +214,15 @@ class DiskTier(MemoryTier):
         self._written[position] = version, len(data), zlib.crc32(data)
 
     def _check(self, position: int, data: memoryview, version: int) -> None:
-        """Raises GeminiError if other bytes were read than were written."""
+        """Raises DiskFailure if other bytes were read than were written."""
         assert self._written is not None
         written_version, length, checksum = self._written.get(position, (-1, 0, 0))
         # What was written through the mapping since then has no checksum.
         if (written_version, length) == (version, len(data)) and zlib.crc32(data) != checksum:
             raise self._failed("reading", length, position, "they are not the bytes that were written (checksum)")
 
-    def _failed(self, doing: str, num_bytes: int, position: int, why: str) -> GeminiError:
-        return GeminiError(f"disk: {doing} {num_bytes} bytes at {position} of the file in {self.folder} failed: {why}")
+    def _failed(self, doing: str, num_bytes: int, position: int, why: str) -> DiskFailure:
+        return DiskFailure(f"disk: {doing} {num_bytes} bytes at {position} of the file in {self.folder} failed: {why}")
 
     def _place_of(self, buffer: Tensor) -> tuple[int, bool]:
         """The place in the file of a buffer, or of a part of one, and whether it is the last part."""
@@ -302,18 +307,22 @@ class DiskTicket:
 
     number = -1  # it is no copy of a stream's
 
-    def __init__(self, requests: list[Future[None]]) -> None:
+    def __init__(self, requests: list[Future[None]], is_of_reader: bool = False) -> None:
+        """is_of_reader: of memory that was only read, whose content is right however the copy ends."""
         self._requests = requests
+        self._raises = not is_of_reader
 
     def wait(self) -> None:
-        """See `Ticket`. Raises GeminiError if the disk has failed."""
-        for each in self._requests:
-            each.result()
+        """See `Ticket`. Raises DiskFailure if the disk has failed."""
+        wait(self._requests)
+        if self._raises:
+            for each in self._requests:
+                each.result()
 
     def order(self) -> None:
         """Do what `wait` does: no stream can wait for the disk."""
         self.wait()
 
     def implies(self, earlier: Any) -> bool:
-        """Whether `earlier` is done with it. It cannot be told of another copy."""
-        return earlier is self
+        """Whether `earlier` is done with it. Of another copy that is told only once it is over."""
+        return earlier is self or (isinstance(earlier, DiskTicket) and all(each.done() for each in earlier._requests))

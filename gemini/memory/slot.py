@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gemini.memory.modes import unseen
 from gemini.memory.tier import MemoryTier
-from gemini.memory.transfer import Region, ready, wait_on_stream
+from gemini.memory.transfer import Region, drop_copies, ready, wait_on_stream
 from gemini.placement.demand import Kind, Tier
 
 _use_count = torch._C._storage_Use_Count
@@ -237,6 +237,7 @@ class SlotPool:
     def empty(self) -> None:
         """Free all slots, whatever they hold, and replace those that an unfinished collective still holds."""
         for position, slot in enumerate(list(self.slots)):
+            drop_copies(slot.tickets)
             slot.vacate()
             if slot.num_holders() > 0:
                 self.slots.remove(slot)  # first: a slot without memory is never in the pool

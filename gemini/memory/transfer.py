@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.errors import GeminiError
 from gemini.memory.disk import DiskTicket, DiskTier, aligned_bytes
 from gemini.memory.tier import MemoryTier
 from gemini.placement.demand import Tier
@@ -268,17 +269,17 @@ class _Staging:
     """Pinned memory between disk and device, for what a forward or backward fetches. Two buffers take turns."""
 
     def __init__(self) -> None:
-        self._buffers: list[Region | None] = [None, None]
+        self._turns: list[Region | None] = [None, None]
         self._next = 0
 
     def buffer(self, source: Region) -> Region:
         """Memory like `source`, once what was there before has gone to the device."""
         number, self._next = self._next, 1 - self._next
-        there = self._buffers[number]
+        there = self._turns[number]
         if there is not None:
             wait_on_host(there)
         if there is None or there.nbytes < source.nbytes:
-            there = self._buffers[number] = Region(Tier.HOST, aligned_bytes(source.nbytes, pins=True))
+            there = self._turns[number] = Region(Tier.HOST, aligned_bytes(source.nbytes, pins=True))
         return there[: source.nbytes].view(source.dtype)
 
 
@@ -394,7 +395,7 @@ class Transfer:
         if self._lane is not None and staged:
             ticket = _Onward(ticket, self._lane, staged)
         for to, source in pairs:
-            source.tickets.note_read(ticket)
+            source.tickets.note_read(DiskTicket(requests, is_of_reader=True))
             to.tickets.note_write(ticket)
         return ticket
 
@@ -408,6 +409,14 @@ def wait_on_host(*regions: Region) -> None:
             ticket.wait()
         for region in regions:
             region.tickets.clear()
+
+
+def drop_copies(tickets: Tickets) -> None:
+    """Wait until all copies from and to some memory are over, done or failed: what is there is not needed any more."""
+    for ticket in tickets.pending():
+        with suppress(GeminiError):
+            ticket.wait()
+    tickets.clear()
 
 
 def wait_on_stream(*regions: Region) -> None:

@@ -453,7 +453,10 @@ class OptimizerStep:
         self._moved_before = Counter(self._transfer.bytes_by_link)
 
     def request_clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """Let the next step clip its gradients so. Returns their norm before that, 0-dim. Collective."""
+        """Let the next step clip its gradients so. Returns their norm before that, 0-dim. Collective.
+
+        Raises GeminiError where backwards update weights.
+        """
         if self._in_backward is not None:
             raise GeminiError(
                 "clip_grad_norm_() needs all gradients before the first update, and update_in_backward=True updates "

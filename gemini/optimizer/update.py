@@ -493,7 +493,7 @@ class BackwardUpdates:
         self._states = states
 
     def begin(self) -> None:
-        """See `UpdatesInBackward`."""
+        """See `UpdatesInBackward`. Raises GeminiError, and UnsupportedError for fp16 weights."""
         if self._states.trains_fp16:
             raise UnsupportedError(SCALES_LOSSES)
         grads = self._step.grads
@@ -537,7 +537,7 @@ class BackwardUpdates:
         return True
 
     def refuse_reuse(self, chunk: Chunk) -> None:
-        """See `UpdatesInBackward`."""
+        """See `UpdatesInBackward`. Raises GeminiError."""
         grads = self._step.grads
         if grads.in_backward and grads.is_used(chunk):
             raise GeminiError(
@@ -547,7 +547,7 @@ class BackwardUpdates:
             )
 
     def refuse_gift(self, name: str) -> None:
-        """See `UpdatesInBackward`."""
+        """See `UpdatesInBackward`. Raises GeminiError."""
         raise GeminiError(f"the gradient of {name!r} cannot be set: none waits for the step, {_USES_UP}")
 
     def _may_use(self, gradient: ChunkGradient) -> bool:

@@ -460,6 +460,8 @@ class GradStore:
     @property
     def are_used(self) -> bool:
         """The backward has updated weights, and no step has followed yet."""
+        if self.homes.updates is None:
+            return False
         return any(gradient.is_used for gradient in self.memory.gradients.values())
 
     @property

@@ -14,6 +14,7 @@ from torch import nn
 
 from gemini.errors import GeminiError, torn
 from gemini.log import warn_at_script
+from gemini.memory.disk import DiskFailure
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import words_of
 from gemini.runtime.calls import Underway, backward_runs
@@ -68,7 +69,8 @@ class Failures:
             yield
         except BaseException as error:
             # Noted first: a second interrupt may come in here. A refusal of ours comes before anything has changed.
-            self._is_disturbed |= self._communicator.watch is None and not isinstance(error, GeminiError)
+            is_refusal = isinstance(error, GeminiError) and not isinstance(error, DiskFailure)
+            self._is_disturbed |= self._communicator.watch is None and not is_refusal
             self._communicator.publish(error)
             self._has_failed |= self._communicator.watch is None
             # The exit of a torch.no_grad() may have been interrupted.

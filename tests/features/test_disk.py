@@ -634,3 +634,16 @@ def test_weights_that_cannot_rest_there_stay_on_the_host(
 
     with pytest.raises(BudgetError, match="host: "):
         make()
+
+
+def test_weights_that_are_only_read_keep_no_tickets(tmp_path: Path) -> None:
+    module = mlp.build()
+    module.layers[:5].requires_grad_(False)
+    where = {"tensor_placement_policy": "cpu", "max_live_parameters": 2 * mlp.CHUNK_NUMEL, "disk_path": tmp_path}
+    where["host_memory"] = 2 * mlp.CHUNK_NUMEL * mlp.LAYERS + 8 * mlp.CHUNK_NUMEL
+    model = ShardedModel(module, **mlp.placed(**where))
+    optimizer = ShardedOptimizer(model, mlp.adam(p for p in model.parameters() if p.requires_grad))
+    for step in range(10):
+        mlp.train_step(model, optimizer, step)
+    homes = [chunk.homes[Kind.PARAM] for chunk in model.chunk_manager.chunks]
+    assert max(len(home.tickets.reads) for home in homes if home.tier is Tier.DISK) <= 2

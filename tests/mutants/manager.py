@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(
         "a use of a parameter that was interrupted keeps its slot for ever",
         "Failures.publishing",
-        "self._is_disturbed |= self._communicator.watch is None and not isinstance(error, GeminiError)",
+        "self._is_disturbed |= self._communicator.watch is None and not is_refusal",
         "",
         "tests/features/test_access_edges.py::test_uses_of_parameters_that_were_interrupted_leave_slots_and_pins",
     ),
