@@ -98,8 +98,8 @@ SOME = (
 )
 
 
-def end_of(trained: Trained, detour: Callable[[Trained], None], micro_batches: int) -> tuple[str, list[float]]:
-    """Train three steps, with a detour right after the second one."""
+def end_of(trained: Trained, detour: Callable[[Trained], None], micro_batches: int) -> tuple[str, list[str]]:
+    """Train three steps, with a detour right after the second one. The losses are in words: NaN is equal to NaN."""
     for step in range(3):
         for micro in range(micro_batches):
             trained.backward(step * micro_batches + micro)
@@ -108,7 +108,7 @@ def end_of(trained: Trained, detour: Callable[[Trained], None], micro_batches: i
         trained.losses.append(trained.optimizer.grad_norm.clone())
         if step == 1:
             detour(trained)
-    result = state_hash(trained.model, trained.optimizer), [float(loss) for loss in trained.losses]
+    result = state_hash(trained.model, trained.optimizer), [float(loss).hex() for loss in trained.losses]
     trained.model.close()
     return result
 

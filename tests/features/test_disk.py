@@ -64,6 +64,8 @@ EVERY: list[Setting] = [
     for micro in (1, 2)
     for deferred in (False, True)
 ]
+# Four ranks pad these layers to four times their size: the budgets of the other places are not for them.
+EVERY_IN_ANY_SHARDS = [each for each in EVERY if each[0] in ("all", "lent homes")]
 
 
 def _id_of(setting: Setting) -> str:
@@ -73,7 +75,7 @@ def _id_of(setting: Setting) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:reuse_fp16_shard=True. parameters are used again")
-@on_ranks_with("setting", SAMPLE, soak={1: EVERY, 2: EVERY, 4: EVERY[::3]}, ids=_id_of, timeout_s=600)
+@on_ranks_with("setting", SAMPLE, soak={1: EVERY, 2: EVERY, 4: EVERY_IN_ANY_SHARDS[::3]}, ids=_id_of, timeout_s=600)
 def test_bits_do_not_tell_where_states_rest(rank: int, world_size: int, setting: Setting, tmp_path: Path) -> None:
     place, dtype, micro_batches, deferred, names = setting
     without, with_disk, reuse = PLACES[place]
@@ -493,7 +495,7 @@ def _with_weights(dtype: torch.dtype | None, world_size: int, stage: int = 3) ->
     {1: [(None, False, SOME), (torch.bfloat16, True, tuple(DETOURS))], 2: [(torch.bfloat16, False, SOME)]},
     soak={
         world: [(dtype, deferred, tuple(DETOURS)) for dtype in (None, *HALF) for deferred in (False, True)]
-        for world in (1, 2, 4)
+        for world in (1, 2)
     },
     ids=lambda setting: f"{setting[0]}-{'deferred' if setting[1] else 'at once'}",
     timeout_s=600,
