@@ -218,7 +218,7 @@ def has_gradient(link: Link) -> bool:
         # Inside a backward: gradients that wait in `.grad` set their flags first.
         gradients.collect_all()
     gradient = gradients.find(managed.chunk)
-    return gradient is not None and bool(gradient.agreed[managed.position]) and not gradient.used[managed.position]
+    return gradient is not None and bool(gradient.agreed[managed.position]) and not gradient.is_used
 
 
 def assign(link: Link, value: Tensor) -> None:

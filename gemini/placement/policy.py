@@ -464,7 +464,7 @@ def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | 
     sizes = [on_host(index, OF_OPTIMIZER) for index in range(len(homes))]
     held = placement.host_bytes(demand)
     least_held = held - fraction * sum(sizes)  # where as much has left as was asked for
-    if not any(homes) or (not fraction and (room is None or held <= room)):
+    if not fraction and (room is None or held <= room):
         return placement
     if room is not None:
         room -= RING * max(sizes, default=0)

@@ -46,8 +46,7 @@ class Simulation:
     def __init__(self, plan: Plan, schedule: PassSchedule, rank: int = 0) -> None:
         self.traffic = Traffic()
         self.payloads = SimulatedPayloads(plan, self.traffic)
-        self.gradients = Gradients(plan, self.payloads, self.traffic)
-        self.gradients.use_with(self._use, self._leave_node)
+        self.gradients = Gradients(plan, self.payloads, self.traffic, self._use, self._leave_node)
         self.homes = self.gradients.homes
         self._plan = plan
         self._schedule = schedule

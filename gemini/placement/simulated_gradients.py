@@ -23,7 +23,18 @@ if TYPE_CHECKING:
 class Gradients:
     """The gradients of all trainable chunks of a plan, by index."""
 
-    def __init__(self, plan: Plan, payloads: SimulatedPayloads, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        payloads: SimulatedPayloads,
+        traffic: Traffic,
+        use: Callable[[int, int], None],
+        leave_node: Callable[[], None],
+    ) -> None:
+        """use: `use(chunk, num_bytes)` updates a chunk with a gradient that the backward uses up.
+
+        leave_node: lifts the pins of the node that has made the gradient.
+        """
         stage, chunks = plan.settings.stage, plan.packing.chunks
         self._facts: Sequence[ChunkFacts] = chunks
         self._stage = stage
@@ -57,8 +68,7 @@ class Gradients:
         trains = {weight.name: weight.trainable for weight in plan.spec.weights}
         self._num_trained = [sum(map(trains.__getitem__, facts.names)) for facts in chunks]
         self._knows_parts = not any(self._frees)  # which decides about updates inside the backward
-        self._use: Callable[[int, int], None] | None = None
-        self._leave_node: Callable[[], None] = lambda: None
+        self._use, self._leave_node = use, leave_node
         # Fetches that are collectives give all ranks common points at which to reduce. Without them the order is all
         # they share.
         self._gathers_in_backward = stage == 3 and not self._is_alone and not payloads.is_resident
@@ -67,13 +77,6 @@ class Gradients:
         self._order = ReductionOrder[int](list(self.of))  # a touch is its number within a backward here
         self._touches: dict[int, int] = {}  # of the backward that was recorded last
         self._begin()
-
-    def use_with(self, use: Callable[[int, int], None], leave_node: Callable[[], None]) -> None:
-        """Have `use(chunk, num_bytes)` update a chunk with a gradient that the backward uses up.
-
-        leave_node: lifts the pins of the node that has made the gradient.
-        """
-        self._use, self._leave_node = use, leave_node
 
     # -- a backward
 
@@ -323,7 +326,7 @@ class Gradients:
     def _merge(self, chunk: int, source: Dtype, numel: int) -> None:
         """Bring to rest `numel` elements that were reduced on the device, or use them up, as `GradHomes.merge`."""
         gradient, payloads = self.of[chunk], self._payloads
-        if self._use is not None and self._frees[chunk] and not gradient.is_reduced:
+        if self._frees[chunk] and not gradient.is_reduced:
             self._leave_node()
             in_use = payloads.pins[chunk] or payloads.is_coming(chunk)
             is_over = self._is_alone and self._is_ending

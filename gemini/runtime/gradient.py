@@ -250,7 +250,6 @@ class ChunkGradient:
         # the reduced gradient and unreduced sums: written by `become_reduced` and `become_unsynced`
         self.reduced_state = ReducedState.NONE
         self.first_backward = 0  # number of the backward whose gradient was reduced first in this step
-        self.used = bytearray(count)  # by position: the backward has used its gradient; ones only while USED
         self.unsynced_state = UnsyncedState.NONE
 
         # which parameters got a gradient, by position
@@ -406,14 +405,11 @@ class ChunkGradient:
             raise self._cannot(self.reduced_state, state)
         if self.reduced_state is ReducedState.NONE:
             self.first_backward = backward
-        if state is ReducedState.NONE:
-            self.used = bytearray(len(self.used))
         self.reduced_state = state
 
     def note_used(self) -> None:
         """The backward updates the parameters whose gradients are in the payload, which is closed next."""
         self.become_reduced(ReducedState.USED)
-        self.used = bytearray(self.fired)
 
     def outlive_step(self) -> None:
         """A step left the reduced gradient in place: whatever is added to it belongs to a later backward."""
