@@ -1,4 +1,4 @@
-"""Counts what a training step enters of this project: files, functions' lines, calls, and depth.
+"""Counts what a training step enters of this project: functions' lines, calls, moves between files, depth, and files.
 
 It also draws the step as a tree of the calls that a reader should know, which docs/architecture.md shows.
 """
@@ -7,7 +7,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import chain, takewhile
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -77,10 +77,11 @@ SHOWN = {
 
 
 class Footprint(NamedTuple):
-    files: int  # that a call enters
     lines: int  # of the functions that are entered
     calls: int
+    moves: int  # between files: a call into another file is one, and the return from there another
     depth: int  # the largest number of our functions that run at once, each called by another
+    files: int  # that a call enters
 
 
 class Entry(NamedTuple):
@@ -119,12 +120,30 @@ def lines_of(code: CodeType) -> int:
     return max(line for *_, line in code.co_lines() if line is not None) - code.co_firstlineno + 1
 
 
+def moves_of(calls: Sequence[Entry]) -> int:
+    """How often a reader of these entries, in their order, goes on in another file."""
+    visited: list[str] = []  # the file in which the innermost function runs, after each call and each return
+    running: list[tuple[int, str]] = []  # (depth, file) of the functions that run, the innermost last
+
+    def leave(depth: int) -> None:
+        while running and running[-1][0] >= depth:
+            running.pop()
+            visited.extend(file for _, file in running[-1:])
+
+    for code, depth in calls:
+        leave(depth)
+        running.append((depth, code.co_filename))
+        visited.append(code.co_filename)
+    leave(0)
+    return sum(before != now for before, now in pairwise(visited))
+
+
 def footprint(calls: Sequence[Entry], num_times: int = 1) -> Footprint:
     """Of entries in their order; those of several equal jobs are divided among them."""
     files = {entry.code.co_filename for entry in calls}
     depth = max(entry.depth for entry in calls) - min(entry.depth for entry in calls) + 1
     lines = sum(map(lines_of, {entry.code for entry in calls}))
-    return Footprint(len(files), lines, round(len(calls) / num_times), depth)
+    return Footprint(lines, round(len(calls) / num_times), round(moves_of(calls) / num_times), depth, len(files))
 
 
 def calls_of(names: Sequence[str], entries: Sequence[Entry]) -> list[list[Entry]]:
