@@ -16,6 +16,7 @@ import signal
 import statistics
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,10 +24,12 @@ from typing import Annotated, Any
 import psutil
 import torch
 import typer
+from torch import Tensor
 
 from benchmarks import case_file, overlap
 from benchmarks.gpu_systems import SYSTEMS, Training
 from benchmarks.llama import SIZES, Size
+from gemini import state_hash
 
 
 class Case:
@@ -79,22 +82,50 @@ class Memory:
         }
 
 
-def measure(case: Case, training: Training, size: Size, memory: Memory, warm_up: int, steps: int) -> None:
-    """Time steps until enough are done or the time is up; raises TimeoutError if not one was measured."""
-    device = memory.device
+def measure(
+    case: Case, training: Training, size: Size, memory: Memory, counts: Sequence[int], warm_up: int, steps: int
+) -> None:
+    """Time steps of each number of micro-batches until enough are done or the time is up.
+
+    Raises TimeoutError if not one step was measured. The line has the figures of the first number, and `curve` those of
+    each. Where no step was left out, the line also has the hash of the weights after the last one: the same steps have
+    the same hash wherever the states rest.
+    """
+    tokens = tokens_of(size, max(counts), memory.device)
+    case.entry["curve"] = curve = []
+    for count in counts:
+        case.phase(f"{count * size.tokens} tokens a step")
+        figures = timed(case, training, tokens[:count], memory, warm_up, steps)
+        curve.append({"tokens_per_step": count * size.tokens, **figures})
+        if len(curve) == 1:
+            case.entry |= curve[0]
+        if figures["steps"] < steps:
+            return
+    case.entry |= memory.look()
+    if len(counts) > 1 and not case.late(30):  # a copy of all weights, and its hash
+        case.phase("hash")
+        case.entry["weights_hash"] = state_hash(training.model)
+
+
+def tokens_of(size: Size, count: int, device: torch.device) -> Tensor:
+    """(count, batch, length) token ids, the same for every system."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, size.vocab, (size.batch, size.length), generator=generator).to(device)
+    return torch.randint(0, size.vocab, (count, size.batch, size.length), generator=generator).to(device)
+
+
+def timed(
+    case: Case, training: Training, micro_batches: Tensor, memory: Memory, warm_up: int, steps: int
+) -> dict[str, Any]:
+    """Medians of some steps of these micro-batches, after some that are not timed."""
     forward_backward_s: list[float] = []
     optimizer_s: list[float] = []
     losses: list[float] = []
-    case.phase("warm-up")
     for number in range(warm_up + steps):
         if number == warm_up:
             memory.reset_peak()
-            case.phase("steps")
         memory.synchronize()
         started = time.perf_counter()
-        loss = training.forward_backward(tokens)
+        loss = training.forward_backward(list(micro_batches))
         memory.synchronize()
         between = time.perf_counter()
         training.step()
@@ -109,15 +140,14 @@ def measure(case: Case, training: Training, size: Size, memory: Memory, warm_up:
     if not forward_backward_s:
         raise TimeoutError(f"no step was measured before the time was up; {len(losses)} of warm-up were done")
     step_s = statistics.median(a + b for a, b in zip(forward_backward_s, optimizer_s, strict=True))
-    case.entry |= {
+    return {
         "steps": len(forward_backward_s),
         "step_s": step_s,
         "forward_backward_s": statistics.median(forward_backward_s),
         "optimizer_s": statistics.median(optimizer_s),
         "all_forward_backward_s": forward_backward_s,
         "all_optimizer_s": optimizer_s,
-        "tokens_per_s": size.tokens / step_s,
-        "tflops": 6 * case.entry["num_parameters"] * size.tokens / step_s / 1e12,
+        "tokens_per_s": micro_batches.numel() / step_s,
         "losses": losses,
         **memory.look(),
     }
@@ -128,9 +158,9 @@ def profile(training: Training, size: Size, memory: Memory, path: Path) -> overl
     activities = [torch.profiler.ProfilerActivity.CPU]
     if memory.is_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    tokens = torch.randint(0, size.vocab, (size.batch, size.length)).to(memory.device)
+    tokens = tokens_of(size, 1, memory.device)
     with torch.profiler.profile(activities=activities) as recorded:
-        training.forward_backward(tokens)
+        training.forward_backward(list(tokens))
         training.step()
         memory.synchronize()
     averages = recorded.key_averages()
@@ -172,6 +202,9 @@ def main(
     options: Annotated[str, typer.Option(help="JSON: for ours, arguments of ShardedModel.")] = "{}",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     tiny: Annotated[bool, typer.Option("--tiny", help="The smallest model, to try the code.")] = False,
+    micro_batches: Annotated[
+        str, typer.Option(help="Micro-batches a step; several numbers, as in 1,2,4, are timed one after the other.")
+    ] = "1",
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step; else the size's own.")] = None,
     warm_up: Annotated[int, typer.Option(min=0)] = 2,
     steps: Annotated[int, typer.Option(min=1)] = 5,
@@ -185,6 +218,12 @@ def main(
         size = "tiny"
     if size not in SIZES:
         raise typer.BadParameter(f"must be one of {', '.join(SIZES)}, found {size!r}", param_hint="--size")
+    try:
+        counts = [int(count) for count in micro_batches.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise typer.BadParameter(f"must be as in 1,2,4, found {micro_batches!r}", param_hint="--micro-batches")
     signal.signal(signal.SIGTERM, _stop)
     chosen = SIZES[size] if batch is None else replace(SIZES[size], batch=batch)
     entry = {
@@ -193,7 +232,6 @@ def main(
         "size": size,
         "options": json.loads(options),
         "holds": SYSTEMS[system].holds,
-        "tokens_per_step": chosen.tokens,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device,
         "error": None,
@@ -203,7 +241,7 @@ def main(
     case = Case(out, entry, max_s)
     failed = False
     try:
-        run(case, chosen, torch.device(device), warm_up, steps, profile_to)
+        run(case, chosen, torch.device(device), counts, warm_up, steps, profile_to)
     except BaseException as error:
         failed = True
         entry["error"] = f"{type(error).__name__}: {error}"[:1000]
@@ -213,7 +251,15 @@ def main(
         os._exit(1)  # a broken state may hang in teardown, and the next case waits for the memory
 
 
-def run(case: Case, size: Size, device: torch.device, warm_up: int, steps: int, profile_to: Path | None) -> None:
+def run(
+    case: Case,
+    size: Size,
+    device: torch.device,
+    counts: Sequence[int],
+    warm_up: int,
+    steps: int,
+    profile_to: Path | None,
+) -> None:
     """Build, measure, profile, close."""
     memory = Memory(device)
     case.phase("build")
@@ -221,7 +267,7 @@ def run(case: Case, size: Size, device: torch.device, warm_up: int, steps: int, 
     gc.collect()
     case.entry["num_parameters"] = sum(parameter.numel() for parameter in training.model.parameters())
     case.entry["after_build"] = memory.look()
-    measure(case, training, size, memory, warm_up, steps)
+    measure(case, training, size, memory, counts, warm_up, steps)
     case.entry |= _facts(training)
     if profile_to is not None and not case.late(2 * case.entry["step_s"] + 10):
         case.phase("profile")

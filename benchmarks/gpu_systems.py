@@ -7,7 +7,7 @@ bytes a parameter, only lying in different places. Gradients are clipped to norm
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,12 +34,15 @@ class Training:
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext
     closing: list[Callable[[], Any]] = field(default_factory=list)
 
-    def forward_backward(self, tokens: Tensor) -> Tensor:
-        """The loss, detached; the gradients are where the system keeps them."""
-        with self.precision():
-            loss: Tensor = self.model(tokens)
-        torch.autograd.backward(loss)
-        return loss.detach()
+    def forward_backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """The mean loss of the micro-batches, detached; the gradients of it are where the system keeps them."""
+        losses = []
+        for tokens in micro_batches:
+            with self.precision():
+                loss: Tensor = self.model(tokens)
+            torch.autograd.backward(loss / len(micro_batches))
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     def step(self) -> None:
         if self.clip is not None:

@@ -37,8 +37,12 @@ def main(path: Annotated[Path, typer.Argument(help="The file of JSON lines.")]) 
         table.add_column(column, justify="left" if number == 0 else "right")
     for entry in entries.values():
         table.add_row(*row(entry))
+        for point in entry.get("curve", [])[1:]:
+            table.add_row(*cells(f"  {point['tokens_per_step']:,} tokens a step", entry | point))
     console.print(table)
     for name, entry in entries.items():
+        if entry.get("weights_hash"):
+            console.print(escape(f"{name}, weights after the last step: SHA-256 {entry['weights_hash'][:16]}"))
         if entry.get("update_ms"):
             hidden = (
                 f"the host's update took {entry['update_ms']:.0f} ms, and {entry['exposed_ms']:.0f} were waited for"
@@ -61,13 +65,19 @@ def row(entry: dict[str, Any]) -> list[str]:
     name = entry["name"]
     if entry.get("error"):
         name += f"\n[red]then {_short(entry['error'])}[/red]"
+    return cells(name, entry)
+
+
+def cells(name: str, entry: dict[str, Any]) -> list[str]:
+    """The cells of figures: of a case, or of one point of its curve."""
+    tflops = 6 * entry["num_parameters"] * entry["tokens_per_s"] / 1e12
     milliseconds = (f"{entry[part] * 1e3:,.0f}" for part in ("step_s", "forward_backward_s", "optimizer_s"))
     return [
         name,
         str(entry["steps"]),
         *milliseconds,
         f"{entry['tokens_per_s']:,.0f}",
-        f"{entry['tflops']:.1f}",
+        f"{tflops:.1f}",
         _gib(entry.get("device_peak_bytes")),
         _gib(max(entry.get("host_rss_bytes") or 0, entry.get("host_taken_bytes") or 0)),
     ]

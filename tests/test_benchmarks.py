@@ -57,13 +57,18 @@ def test_the_train_step_table_runs_and_writes_what_it_measured(tmp_path: Path) -
 def test_a_gpu_case_writes_its_line_also_when_it_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cases.jsonl"
     common = ["benchmarks.gpu_case", "--system", "ours", "--tiny", "--device", "cpu", "--out", str(path)]
-    done = run(*common, "--name", "half", "--options", '{"bytes_per_parameter": 8}', "--steps", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    curve = ["--steps", "1", "--micro-batches", "1,2"]
+    for name, options in (("half", '{"bytes_per_parameter": 8}'), ("all", "{}")):
+        done = run(*common, "--name", name, "--options", options, *curve)
+        assert done.returncode == 0, done.stdout + done.stderr
     done = run(*common, "--name", "too small", "--options", '{"model_data_memory": 1}')
     assert done.returncode == 1
     entries = case_file.read(path)
     assert entries["half"]["tokens_per_s"] > 0
     assert entries["half"]["error"] is None
+    tokens = [point["tokens_per_step"] for point in entries["half"]["curve"]]
+    assert tokens == [64, 128], "one micro-batch, then two"
+    assert entries["half"]["weights_hash"] == entries["all"]["weights_hash"]
     assert entries["too small"]["error"].startswith("BudgetError")
     gpu_table.main(path)
     table = capsys.readouterr().out
