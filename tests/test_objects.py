@@ -2,8 +2,10 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
+from tempfile import TemporaryDirectory
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ChunkManager, Observer, ShardedModel, ShardedOptimizer, UnsupportedError, ZeroInitContext
+from tests.harness.on_ranks import on_ranks
 from tests.zoo import mlp
 
 ENDS = (Tensor, torch.dtype, torch.device, ModuleType, type, str, bytes, int, float, weakref.ref)
@@ -126,23 +129,43 @@ def names_in(circle: list[Any]) -> set[str]:
     return {type(each).__name__ for each in circle if type(each).__module__ != "builtins"}
 
 
-def is_built() -> tuple[ShardedModel, ShardedOptimizer]:
-    """A model from ZeroInitContext."""
-    with ZeroInitContext():
+SETTINGS: dict[str, dict[str, Any]] = {
+    "on the device": {"tensor_placement_policy": "cuda"},
+    "on the host": {"tensor_placement_policy": "cpu"},
+    "updates in the backward": {"update_in_backward": True},
+    "updates in the backward, by a thread": {
+        "update_in_backward": True,
+        "deferred_update": True,
+        "tensor_placement_policy": "cpu",
+    },
+    "deferred updates": {"deferred_update": True, "tensor_placement_policy": "cpu"},
+    "on a disk": {"tensor_placement_policy": "disk"},
+    "the least budget, lent homes": {
+        "dtype": torch.bfloat16,
+        "reuse_fp16_shard": True,
+        "model_data_memory": "smallest",
+    },
+}
+
+
+@pytest.mark.parametrize("is_built", [False, True], ids=["wrapped", "built"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks(1, 2)
+def test_the_objects_of_a_model_form_no_circle(rank: int, world_size: int, setting: str, is_built: bool) -> None:
+    with ZeroInitContext() if is_built else nullcontext(), TemporaryDirectory() as folder:
         module = mlp.build()
-    model = ShardedModel(module, device="emulated")
-    return model, ShardedOptimizer(model, mlp.adam(model.parameters()))
-
-
-@pytest.mark.parametrize("make", [partial(mlp.sharded, "cuda"), partial(mlp.sharded, "smallest"), is_built])
-def test_the_objects_of_a_model_form_no_circle(make: Callable[[], tuple[ShardedModel, ShardedOptimizer]]) -> None:
-    model, optimizer = make()
-    for step in range(2):
-        mlp.train_step(model, optimizer, step)
-    parts = [part for part in vars(model).values() if part is not model.module]
-    below = {id(each) for part in parts for each in reached_from(part).values()}
-    assert {id(model._hooks), id(model.chunk_manager), id(model.chunk_manager.step)} <= below | set(map(id, parts))
-    wrong = [names_in(each) for each in circles([optimizer, *parts])]
+        disk = {"disk_path": folder} if setting == "on a disk" else {}
+        where = mlp.placed(**SETTINGS[setting], **disk)
+        model = ShardedModel(module, **where)
+        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+        for step in range(2):
+            mlp.train_step(model, optimizer, step, where.get("dtype"))
+        parts = [part for part in vars(model).values() if part is not model.module]
+        below = {id(each) for part in parts for each in reached_from(part).values()}
+        assert {id(model._hooks), id(model.chunk_manager), id(model.chunk_manager.step)} <= below | set(map(id, parts))
+        model.chunk_manager.memory.work.finish()
+        wrong = [names_in(each) for each in circles([optimizer, *parts])]
+        model.close()
     assert [each for each in wrong if each not in ALLOWED_CIRCLES] == []
 
 

@@ -27,7 +27,7 @@ STATES = {
     "Accumulation": {"synchronizes": {"__post_init__", "unsynchronized"}},
     "Payloads": {"has_room": {"take_room", "miss_room", "give_room"}},
     "GradStore": {
-        "in_backward": {"begin_backward", "end_backward", "abandon_backward"},
+        "in_backward": {"begin_backward", "ending_backward", "abandon_backward"},
         "expects_scaled_loss": {"expect_scaled_losses"},
         "loss_is_scaled": {"begin_scaled_loss", "end_scaled_loss"},
     },

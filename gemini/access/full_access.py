@@ -319,7 +319,7 @@ def _state(link: Link, key: str) -> FlatAccess:
 def _gradients(link: Link) -> GradientAccess:
     """Collective if backwards under no_sync() have left their reduction for later."""
     with link.step.publishing():
-        link.step.grads.catch_up()
+        link.step.reductions.catch_up()
     gradients = link.states.gradients(link.managed.chunk)
     if gradients is None:
         raise GeminiError(f"parameter {link.managed.name!r} has no gradient: no backward() since the last step")

@@ -211,12 +211,12 @@ def has_gradient(link: Link) -> bool:
         link.step.failures.find()
     if not gradients.in_backward:
         with link.step.publishing():
-            gradients.catch_up()
+            link.step.reductions.catch_up()
     elif gradients.accumulation.awaits_reduction:
         raise _not_reduced(managed)
     else:
         # Inside a backward: gradients that wait in `.grad` set their flags first.
-        gradients.collect_all()
+        link.step.reductions.collect_all()
     gradient = gradients.find(managed.chunk)
     return gradient is not None and bool(gradient.agreed[managed.position]) and not gradient.is_used
 
@@ -235,9 +235,7 @@ def assign(link: Link, value: Tensor) -> None:
                 f"the gradient of {managed.name!r} must be {tuple(managed.shape)} {managed.dtype}, found "
                 f"{tuple(value.shape)} {value.dtype}"
             )
-        updates = step.grads.homes.updates
-        if updates is not None:
-            updates.refuse_gift(managed.name)
+        step.reductions.refuse_gift(managed.name)
         # No backward ran since the step: the gradient needs memory, which a plan for inference does not have.
         if not step.grads.num_backwards:
             # A model that has only inferred gets its plan for training first. Flags that were raised come next.

@@ -144,6 +144,8 @@ class Link(ParameterLink):
             set_own_grad(self.managed.parameter, value)
         elif value is None:
             self.states.before_gradient_write()
+            # A gradient that is collected later would set the flags of the discarded one again.
+            self.step.reductions.collect_all()
             self.step.grads.discard(self.managed)
         elif not isinstance(value, ReducedGradient):
             assign(self, value)
@@ -213,7 +215,9 @@ def _keep_apart(reference: weakref.ref[Step], index: int) -> None:
     """A parameter of chunk `index` gets a hook of the user's."""
     step = reference()
     if step is not None:
-        step.grads.keep_apart(step.chunks[index])
+        # Waiting gradients are noted while they are attached, which ends here.
+        step.reductions.collect_all()
+        step.grads.arrivals.keep_apart(step.chunks[index])
 
 
 @never_traced(A_HOOK)

@@ -265,9 +265,7 @@ class SavedTensors:
         chunk = handle.chunk
         # Autograd leaves version checks to the hooks: without these two, backward would read new values silently.
         if handle.num_updates != chunk.num_updates:
-            updates = step.grads.homes.updates
-            if updates is not None:
-                updates.refuse_reuse(chunk)
+            step.grads.refuse_reuse(chunk)
             raise StaleGraphError(
                 f"backward through a graph from before the last optimizer step: {chunk.names()} changed since. "
                 "Run the forward again, or call backward before step()"

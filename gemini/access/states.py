@@ -66,7 +66,7 @@ class States:
     def gradients(self, chunk: Chunk) -> GradientAccess | None:
         """The reduced gradients; None if no backward since the last step has left any in the chunk.
 
-        Call `GradStore.catch_up()` before, which may be collective.
+        Call `Reductions.catch_up()` before, which may be collective.
         """
         gradient = self.step.grads.find(chunk)
         if gradient is None or not gradient.is_reduced:
@@ -236,7 +236,7 @@ class FullPrecisionAccess(StateAccess):
         """Set this rank's parts of weights and master from a file, by no more than the elements that it holds. Local.
 
         read: returns elements of the parameter, in payload order, given the first one and their number. Between
-            `Step.before_chunk_update` and `Step.after_chunk_update`, which see to payloads and graphs.
+            `ParamStore.before_update` and `ParamStore.after_update`, which see to payloads and graphs.
         """
         chunk = self.chunk
         has_master = Kind.MASTER in chunk.homes

@@ -297,7 +297,7 @@ class _Load:
         with step.failures.tearing():
             for index, its in by_chunk.items():
                 chunk = self._manager.chunks[index]
-                step.before_chunk_update(chunk)
+                step.params.before_update(chunk)
                 access = self._states.full_precision(chunk)
                 for managed, stored in its:
                     read = _Reader(managed, stored, files).read
@@ -306,7 +306,7 @@ class _Load:
                     elif stored.dtype.itemsize > managed.dtype.itemsize and managed.owns_master:
                         managed.note_fractions()
                     access.fill(managed, read)
-                step.after_chunk_update(chunk)
+                step.params.after_update(chunk)
         step.end_update()
 
     def _stored(self, name: str) -> StoredTensor | None:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from gemini.memory.disk import aligned_bytes
+from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Transfer, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.needs import round_to_alignment
 from gemini.placement.policy import RING
 from gemini.runtime.chunk import Chunk
-from gemini.runtime.step import Step
+from gemini.runtime.grads import GradStore
 from optim import AdamPiece, AdamScalars, Spans, join_master_, round_master_, split_master_
 
 # -- Memory that an update needs beside the homes: what rests on one tier is staged on the other, where the update runs.
@@ -39,9 +40,12 @@ Needs = Mapping[tuple[Tier, str], int]
 class Staging:
     """The staging buffers of one optimizer. All of it is local."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._device = step.params.memory.device
+    def __init__(self, memory: RankMemory, grads: GradStore, is_alone: bool) -> None:
+        """is_alone: there is one rank."""
+        self._memory = memory
+        self._grads = grads
+        self._is_alone = is_alone
+        self._device = memory.device
         self._pieces: dict[tuple[Tier, str], Region] = {}  # (bytes,) uint8
         self._idle: list[Region] = []  # parts of the plan's memory on the device that no piece lies in
         self._lent: list[Region] = []  # parts that pieces lie in
@@ -125,14 +129,14 @@ class Staging:
         On several ranks weights that were updated in parts are gathered into slots of payloads during the update, so
         those are not idle.
         """
-        memory, grads = self._step.params.memory, self._step.grads
-        scratch = grads.scratch.idle()
+        memory = self._memory
+        scratch = self._grads.scratch.idle()
         if scratch is not None:
             yield scratch
         yield from memory.gradient_slots.idle()
         # Scratch and gradient slots are idle on any number of ranks: all gradients have been reduced before a step's
         # update.
-        if self._step.communicator.world_size == 1:
+        if self._is_alone:
             yield from memory.slots.idle()
 
 

@@ -440,16 +440,15 @@ class OptimizerStep:
         self._max_norm = max_norm
         self._device = manager.memory.device.device
         defers = model.settings.defers_update
-        self._updates = ChunkUpdates(manager.step, states.by_chunk, update, param_groups, defers)
+        step = manager.step
+        parts = step.params, step.grads, step.failures
+        self._updates = ChunkUpdates(*parts, states.by_chunk, update, param_groups, defers)
         self._transfer, self._work = manager.memory.transfer, manager.memory.work
         self._in_backward = None
         if model.settings.frees_gradients(manager.communicator.world_size):
-            self._in_backward = BackwardUpdates(manager.step, self._updates, states, self._settings)
-        self._homes = manager.grads.homes
-        self._homes.update_with(self._in_backward)
+            self._in_backward = BackwardUpdates(self._updates, states.by_chunk, param_groups)
         self._ahead = SumsAhead(self._work) if defers else None
-        if self._ahead is not None:
-            self._homes.read_with(self._ahead.begin)
+        step.reductions.serve(self._in_backward, self._ahead)
         self._moved_before = Counter(self._transfer.bytes_by_link)
 
     def request_clip(self, max_norm: float, norm_type: float) -> Tensor:
@@ -478,7 +477,7 @@ class OptimizerStep:
         self._times_ms = tuple(1e3 * seconds for seconds in self._work.pop_times())
         # Everything that may be refused is checked first, while no rank has changed anything.
         self._updates.refuse_bad_hyperparameters()
-        if self._in_backward is not None:
+        if self._in_backward is not None and step.grads.are_used:
             self._in_backward.refuse_other_settings()
         refuse_ungrouped(self._model, self._states)
         step.before_update()
@@ -488,7 +487,7 @@ class OptimizerStep:
             self._updates.finish()
         step.grads.leftovers.before_update(self._states.ungrouped())
         grad_norm = torch.empty((), dtype=torch.float32, device=self._device)
-        with self._updates.room(self._states.trained):
+        with self._updates.room(self._states.trained, step.payloads):
             max_norm, norm_type = self._next.requested or (self._max_norm, 2.0)
             if self._next.summary is not None:  # a learning rate may have been set since
                 compare_settings(step, self._settings())
@@ -501,14 +500,14 @@ class OptimizerStep:
 
     def give_back(self) -> None:
         """The optimizer is closed: backwards use no gradient any more. Local."""
-        self._homes.update_with(None)
+        self._manager.step.reductions.serve(None, None)
         self._updates.give_back()
 
     def _collect(self) -> None:
         """Complete the gradients, and release payloads that an update would make stale. Collective."""
         for chunk in self._left():
-            self._manager.step.before_chunk_update(chunk)
-        self._manager.grads.catch_up()
+            self._manager.params.before_update(chunk)
+        self._manager.step.reductions.catch_up()
 
     def _left(self) -> list[Chunk]:
         """The chunks that the backward has not updated."""
@@ -549,7 +548,7 @@ class OptimizerStep:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
             with step.failures.tearing():
                 step.grads.note_end(Becomes.USED, ungrouped)
-                self._updates.update(left, factors)
+                self._updates.update(left, factors, step.payloads)
             states.note_step()
         step.grads.end_step(Becomes.USED, ungrouped)
         if self._in_backward is not None:

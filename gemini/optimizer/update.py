@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import gt
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from gemini.errors import BudgetError, GeminiError, UnsupportedError
 from gemini.memory.memory import RankMemory, WorkTicket
 from gemini.memory.transfer import Region, ready, wait_on_stream, wait_on_tier
-from gemini.optimizer.chunk_states import ChunkOptimizerState, ChunkStates
+from gemini.optimizer.chunk_states import ChunkOptimizerState
 from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate
 from gemini.optimizer.shards import (
     TURNS,
@@ -25,12 +24,15 @@ from gemini.optimizer.shards import (
     Staging,
     staged_bytes,
 )
-from gemini.optimizer.summary import GradientSummary, UsedSums
+from gemini.optimizer.summary import GradientSummary, UsedSums, settings_of_step
 from gemini.placement.demand import Kind, Tier
 from gemini.ranks.exit_report import words_of
 from gemini.runtime.chunk import Chunk
 from gemini.runtime.gradient import ChunkGradient
-from gemini.runtime.step import Step
+from gemini.runtime.grads import GradStore
+from gemini.runtime.params import ParamStore
+from gemini.runtime.recovery import Failures
+from gemini.runtime.step import USES_UP, Payloads
 
 # -- Updates of chunks, each on the tier of its state.
 #
@@ -129,21 +131,24 @@ class ChunkUpdates:
 
     def __init__(
         self,
-        step: Step,
+        params: ParamStore,
+        grads: GradStore,
+        failures: Failures,
         states: Mapping[int, ChunkOptimizerState],
         update: ElementwiseUpdate,
         param_groups: list[dict[str, Any]],
         defers: bool,
     ) -> None:
         """defers: a thread updates chunks whose states are on the host, beside what follows the step."""
-        self._step = step
-        self._grads = step.grads
+        self._params = params
+        self._grads = grads
+        self._failures = failures
         self._states = states
         self._update = update
         self._param_groups = param_groups
-        self._staging = Staging(step)
+        self._memory = memory = params.memory
+        self._staging = Staging(memory, grads, is_alone=params.communicator.world_size == 1)
         self._num_alone = 0  # updates outside of steps
-        self._memory = memory = step.params.memory
         self._transfer, self._work = memory.transfer, memory.work
         self._on_host = _GradientsOnHost(memory)
         # A torch optimizer's update is code of the user's, and allocates.
@@ -162,7 +167,7 @@ class ChunkUpdates:
                     nothing = state.start(Run(0, 0, (state.groups.index(group),), group))
                     self._update.update([nothing], self._param_groups, GradientFactors())
 
-    def room(self, chunks: Iterable[Chunk]) -> AbstractContextManager[None]:
+    def room(self, chunks: Iterable[Chunk], payloads: Payloads) -> AbstractContextManager[None]:
         """Inside, `update` finds all that it needs beside the homes. See [Note: Room for an update] in shards.py.
 
         Local. Raises torch.OutOfMemoryError or BudgetError, and nothing has changed then.
@@ -171,7 +176,7 @@ class ChunkUpdates:
         temporaries = 0  # on the device; the host has no bound that an allocation would find
         gathers_in_slot = False
         for chunk in chunks:
-            gradient = self._step.grads.of(chunk)
+            gradient = self._grads.of(chunk)
             if not gradient.is_reduced:
                 continue
             state = self._states[chunk.index]
@@ -188,14 +193,14 @@ class ChunkUpdates:
             if tier is Tier.DEVICE:
                 its = self._update.temporary_bytes(chunk.optim_numel, state.dtype, self._memory.device.device)
                 temporaries = max(temporaries, its)
-            gathers_in_slot |= _is_updated_in_parts(chunk) and chunk.homes[Kind.PARAM].tier is Tier.HOST
+            gathers_in_slot |= is_updated_in_parts(chunk) and chunk.homes[Kind.PARAM].tier is Tier.HOST
         # Whole weights on the host are gathered in a slot of payloads, which may have no memory yet.
         if gathers_in_slot:
-            self._step.payloads.take_room()
+            payloads.take_room()
         return self._staging.reserved(needs, temporaries)
 
-    def update(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors) -> None:
-        """Update chunks on the tiers of their states. Local until new weights are gathered.
+    def update(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors, payloads: Payloads) -> None:
+        """Update chunks on the tiers of their states. Local until new weights are gathered, into slots of `payloads`.
 
         chunks: the chunks to update, with their `steps`.
         """
@@ -205,8 +210,13 @@ class ChunkUpdates:
         now = (chunk for chunk in chunks if chunk not in later)
         for batch in self._batches(self._plan(chunk, chunks[chunk], number) for number, chunk in enumerate(now)):
             self._finish(batch, factors)
+            # Ranks may end their batches at different chunks, as staging depends on what each updates. All of them keep
+            # the order of chunks, in which the gathers must come.
+            for chunk in (each.state.chunk for each in batch):
+                if is_updated_in_parts(chunk):
+                    _all_gather_weights(payloads, chunk)
 
-    def update_with(self, chunk: Chunk, steps: bytes, gradient: Region) -> None:
+    def use(self, chunk: Chunk, steps: bytes, gradient: Region) -> None:
         """Update a chunk with a gradient that is (optim_numel,) on the device and is not needed any more. Local.
 
         steps: by position, the parameters that have a gradient.
@@ -241,7 +251,7 @@ class ChunkUpdates:
     def _deferred(self, chunks: Mapping[Chunk, bytes]) -> dict[Chunk, bytes]:
         """Those of the chunks that a thread updates while training goes on, in their order."""
         # Gathers of weights that ranks update in parts are collectives, which all ranks launch in one order.
-        if not self._defers or any(map(_is_updated_in_parts, chunks)):
+        if not self._defers or any(map(is_updated_in_parts, chunks)):
             return {}
         return {chunk: steps for chunk, steps in chunks.items() if self._states[chunk.index].update_tier is Tier.HOST}
 
@@ -283,7 +293,7 @@ class ChunkUpdates:
         """Carry out updates that were begun: what the thread does."""
         at = updates[0].state.chunk
         try:
-            with self._step.failures.tearing(), torch.no_grad(), beside:
+            with self._failures.tearing(), torch.no_grad(), beside:
                 try:
                     for batch in self._batches(updates, DEFERRED_NUMEL):
                         at = batch[0].state.chunk
@@ -404,31 +414,23 @@ class ChunkUpdates:
         return gradient is not update.gradient or view.is_staged or not self._update.is_fused
 
     def _finish(self, batch: Sequence[_ChunkUpdate], factors: GradientFactors) -> None:
-        """Launch the batch, and bring the new weights home.
-
-        Collective if each rank has updated a part of weights that all ranks hold whole.
-        """
+        """Launch the batch, and bring the new weights home. Local."""
         self._update.update([run for each in batch for run in each.runs], self._param_groups, factors)
         for each in batch:
             # A torch optimizer's new states get memory in here.
             self._note_updated(each)
             _close(each)
-            # Ranks may end their batches at different chunks, as staging depends on what each updates. All of them keep
-            # the order of chunks, in which the gathers must come.
-            chunk = each.state.chunk
-            if _is_updated_in_parts(chunk):
-                _all_gather_weights(self._step, chunk)
 
     def _note_updated(self, update: _ChunkUpdate) -> None:
         """The chunk has new weights, or whoever asks for them waits for them."""
-        step, state = self._step, update.state
-        state.store_updates(update.runs, step.params)
+        state, homes = update.state, self._grads.homes
+        state.store_updates(update.runs, self._params)
         if update.weights is not None:
             # The gradient is used up: a home that was lent to it takes the new weights in `close`.
-            step.grads.homes.consumed(state.chunk)
+            homes.consumed(state.chunk)
         # If this rank had nothing to update, the chunk's home may still hold the gradient.
-        step.grads.homes.restore(state.chunk)
-        step.after_chunk_update(state.chunk)
+        homes.restore(state.chunk)
+        self._params.after_update(state.chunk)
 
 
 def _close(update: _ChunkUpdate) -> None:
@@ -442,21 +444,21 @@ def _widest(chunk: Chunk) -> int:
     return max(chunk.dtype.itemsize, chunk.gradient_dtype.itemsize)
 
 
-def _is_updated_in_parts(chunk: Chunk) -> bool:
+def is_updated_in_parts(chunk: Chunk) -> bool:
     """Whether every rank keeps the weights whole and updates a part of them."""
     return chunk.home_layout.world_size < chunk.optim_layout.world_size
 
 
-def _all_gather_weights(step: Step, chunk: Chunk) -> None:
+def _all_gather_weights(payloads: Payloads, chunk: Chunk) -> None:
     """Make weights that were updated in parts, as at stages 1 and 2, whole again on every rank. Collective."""
-    params, home = step.params, chunk.homes[Kind.PARAM]
+    params, home = payloads.params, chunk.homes[Kind.PARAM]
     with torch.no_grad():
         if home.tier is Tier.DEVICE:
             # `close` may have started a copy of this rank's part to the home. The gather must send the new values.
             wait_on_stream(home)
             params.communicator.all_gather(home.flat, None, chunk.layout, chunk.index)
             return
-        payload = step.payloads.open_own_part(chunk)
+        payload = payloads.open_own_part(chunk)
         params.communicator.all_gather(payload.flat, None, chunk.layout, chunk.index)
         # This rank's own part is at home already, so only the other ranks' parts cross to the host.
         for others in chunk.layout.others(chunk.rank):
@@ -473,7 +475,6 @@ def _all_gather_weights(step: Step, chunk: Chunk) -> None:
 # weights.
 
 
-_USES_UP = "and update_in_backward=True uses them up at once: wrap the model without it"
 SCALES_LOSSES = (
     "update_in_backward=True updates while gradients come, and float16 weights need all of them first: a step with one "
     "that is not finite is skipped. Train in bfloat16, or wrap the model without it"
@@ -483,94 +484,50 @@ SCALES_LOSSES = (
 class BackwardUpdates:
     """The updates that the backwards of one model carry out (`UpdatesInBackward`)."""
 
-    def __init__(self, step: Step, updates: ChunkUpdates, states: ChunkStates, settings: Callable[[], str]) -> None:
-        """settings: the optimizer's, in words."""
+    def __init__(
+        self,
+        updates: ChunkUpdates,
+        states: Mapping[int, ChunkOptimizerState],
+        param_groups: list[dict[str, Any]],
+    ) -> None:
+        """states: by chunk index."""
         self.sums = UsedSums()
-        self._settings = settings
-        self._settings_then = ""
-        self._step = step
         self._updates = updates
         self._states = states
+        self._param_groups = param_groups
+        self._settings_then = ""
 
-    def begin(self) -> None:
+    def begin(self, grads: GradStore) -> None:
         """See `UpdatesInBackward`. Raises GeminiError, and UnsupportedError for fp16 weights."""
-        if self._states.trains_fp16:
+        if any(state.chunk.trainable and state.dtype is torch.float16 for state in self._states.values()):
             raise UnsupportedError(SCALES_LOSSES)
-        grads = self._step.grads
         if not grads.accumulation.synchronizes:
-            raise GeminiError(f"a backward under no_sync() adds up gradients, {_USES_UP}")
+            raise GeminiError(f"a backward under no_sync() adds up gradients, {USES_UP}")
         if grads.are_used:
-            raise GeminiError(f"a second backward before optimizer.step() adds up gradients, {_USES_UP}")
+            raise GeminiError(f"a second backward before optimizer.step() adds up gradients, {USES_UP}")
         self.sums.discard_sums()  # of a backward whose gradients were discarded
         self._updates.prepare()
         self._settings_then = self._settings()
 
     def refuse_other_settings(self) -> None:
-        """Raises GeminiError if hyperparameters have changed since the backward, which has used those before."""
+        """Raises GeminiError if hyperparameters are not those with which the backward has updated weights."""
         now = self._settings()
-        if self._step.grads.are_used and now != self._settings_then:
+        if now != self._settings_then:
             raise GeminiError(
                 f"hyperparameters were changed between backward() and step(), from {self._settings_then!r} to {now!r}: "
                 "update_in_backward=True has updated with those before. Set them before the backward, or back now"
             )
 
-    def use_up(self, gradient: ChunkGradient, reduced: Region) -> bool:
-        """See `UpdatesInBackward`. Raises GeminiError for a gradient of weights that were updated with another part."""
-        chunk, step = gradient.chunk, self._step
-        if gradient.is_used:
-            raise GeminiError(
-                f"a second gradient came in one backward to {chunk.names()}, after these weights were updated. "
-                "Reentrant checkpointing makes such gradients: use checkpoint(..., use_reentrant=False), or wrap the "
-                "model without update_in_backward=True"
-            )
-        # The node that made the gradient is over, and holds its chunks no longer.
-        step.leave_node()
-        if not self._may_use(gradient):
-            return False
+    def takes(self, chunk: Chunk) -> bool:
+        """See `UpdatesInBackward`. Gradients of parameters in no group stay after a step."""
+        state = self._states.get(chunk.index)
+        return state is not None and None not in state.groups and not is_updated_in_parts(chunk)
+
+    def use(self, gradient: ChunkGradient, reduced: Region) -> None:
+        """See `UpdatesInBackward`."""
         self.sums.add(gradient, reduced.flat)
-        with step.failures.tearing(), torch.no_grad():
-            step.binding.write_back(chunk)
-            step.binding.snapshots.drop(chunk)
-            step.before_chunk_update(chunk)
-            gradient.note_used()
-            self._updates.update_with(chunk, bytes(gradient.fired), reduced)
-        return True
+        self._updates.use(gradient.chunk, bytes(gradient.fired), reduced)
 
-    def refuse_reuse(self, chunk: Chunk) -> None:
-        """See `UpdatesInBackward`. Raises GeminiError."""
-        grads = self._step.grads
-        if grads.in_backward and grads.is_used(chunk):
-            raise GeminiError(
-                f"the backward needs weights again that it has updated ({chunk.names()}), as where a weight is used "
-                "detached, too, or in several calls with use_reentrant=True: wrap the model without "
-                "update_in_backward=True"
-            )
-
-    def refuse_gift(self, name: str) -> None:
-        """See `UpdatesInBackward`. Raises GeminiError."""
-        raise GeminiError(f"the gradient of {name!r} cannot be set: none waits for the step, {_USES_UP}")
-
-    def _may_use(self, gradient: ChunkGradient) -> bool:
-        chunk = gradient.chunk
-        state = self._states.by_chunk.get(chunk.index)
-        # Gradients of parameters in no group stay after a step.
-        if state is None or None in state.groups or _is_updated_in_parts(chunk):
-            return False
-        # Others are to be added to a gradient at rest. A chunk in use must keep its weights.
-        if gradient.is_reduced or gradient.is_behind or chunk.pins or self._step.params.is_coming(chunk):
-            return False
-        # Weights whose gradients have not come may still be needed. What gets no gradient may have a zero to move by.
-        if gradient.is_alone:
-            is_over = not self._step.grads.in_backward and not any(map(gt, gradient.got, gradient.fired))
-            return gradient.is_whole or is_over
-        # All ranks must use it up or none: a slot that leaves decides about collectives. So what counts is whether the
-        # chunk has come whole on all ranks so far.
-        if gradient.came_in_part or chunk.is_chosen:
-            return False
-        if not gradient.is_whole:
-            missing = next(each.name for each in chunk.parameters if each.requires_grad > gradient.fired[each.position])
-            raise GeminiError(
-                f"no gradient of {missing!r} came in this backward, as in all before, and other ranks may have updated "
-                "its chunk: wrap the model without update_in_backward=True"
-            )
-        return True
+    def _settings(self) -> str:
+        # Clipping and loss scales are refused.
+        return settings_of_step(None, 1.0, self._param_groups)

@@ -28,8 +28,7 @@ from torch import Tensor
 from gemini.errors import UnsupportedError
 from gemini.runtime.chunk import Chunk
 from gemini.runtime.grad_homes import GradMemory
-from gemini.runtime.gradient import ChunkGradient, Content, GradState, grad_of, set_grads
-from gemini.runtime.reduce import Accumulation
+from gemini.runtime.gradient import ChunkGradient, Content, grad_of, set_grads
 
 # Getters as functions: `map` then reads the attribute of many gradients in C.
 _has_graph: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
@@ -84,9 +83,8 @@ class Waiting:
 class Arrivals:
     """The arriving gradients of the chunks of one model."""
 
-    def __init__(self, memory: GradMemory, accumulation: Accumulation) -> None:
+    def __init__(self, memory: GradMemory) -> None:
         self._memory = memory
-        self._accumulation = accumulation
         self._waiting: dict[int, Waiting] = {}  # by chunk index
         self.begun: list[int] = []  # chunks with waiting gradients, the longest waiting first
 
@@ -127,7 +125,8 @@ class Arrivals:
     def collect(self, gradient: ChunkGradient, backward: int, are_all: bool = True) -> bool:
         """Copy the chunk's waiting gradients to its payload; False without any.
 
-        are_all: no others of the chunk will wait for now. Raises UnsupportedError for a gradient that has a graph.
+        A reduction that is in the way is finished. are_all: no others of the chunk will wait for now. Raises
+        UnsupportedError for a gradient that has a graph.
         """
         chunk = gradient.chunk
         if chunk.index not in self.begun:
@@ -177,7 +176,7 @@ class Arrivals:
                     self.add(chunk, position, grad, backward)
                 return True
             # Zero the whole payload: this chunk has too many paddings to zero them one by one.
-            self._open(gradient, backward, zero=True)
+            self._memory.open(gradient, backward, zero=True)
             torch._foreach_copy_(_at(positions, gradient.views), grads)
         gradient.note_all_fired(positions)
         return True
@@ -187,32 +186,20 @@ class Arrivals:
         if not gradient.all_trained:
             for position in positions:
                 _check_trained(gradient.chunk, position)
-        self._open(gradient, backward)
+        self._memory.open(gradient, backward)
         if gradient.num_fired:  # they were read inside of this backward
             positions = [each for each in positions if not gradient.fired[each]]
         gradient.note_all_fired(positions)
 
-    def accept(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
-        """Copy one dense gradient, of the parameter at `position`, to its chunk's payload."""
-        gradient = self._memory.gradients.get(chunk.index)
-        view = None if gradient is None else gradient.expects[position]
-        # A frozen chunk has no gradient: `add` says which parameter was unfrozen too late.
-        if gradient is None or view is None:
-            with torch.no_grad():
-                return self.add(chunk, position, grad, backward)
-        # The common path: a copy and some flags.
-        view.copy_(grad)
-        gradient.note_fired(position)
-        return gradient
-
     def add(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
         """Take a gradient that opens its chunk, comes in pieces, or is added to a sum.
 
-        Raises UnsupportedError for a parameter that was unfrozen after its forward began.
+        A reduction that is in the way is finished. Raises UnsupportedError for a parameter that was unfrozen after its
+        forward began.
         """
         _check_trained(chunk, position)
         gradient = self._memory.gradients[chunk.index]
-        self._open(gradient, backward)
+        self._memory.open(gradient, backward)
         view = gradient.views[position]
         if gradient.fired[position]:
             gradient.in_pieces = True
@@ -222,15 +209,6 @@ class Arrivals:
             view.copy_(grad)
         gradient.note_fired(position)
         return gradient
-
-    def _open(self, gradient: ChunkGradient, backward: int, zero: bool = False) -> None:
-        # A piece may come while its chunk is reduced, as with reentrant checkpointing. It opens another payload once
-        # that reduction is finished.
-        if gradient.payload is None or gradient.state is GradState.REDUCING:
-            self._accumulation.make_way(gradient)
-            # `make_way` comes first: `open` spills another gradient if no slot is free, and one that is being reduced
-            # cannot be spilled.
-            self._memory.open(gradient, backward, zero)
 
     def attach_homes(self) -> None:
         """A step is over: let autograd add the gradients of the next one to their homes, where it may. Local."""

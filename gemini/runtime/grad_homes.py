@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -281,22 +280,6 @@ def _zero_unwritten(gradient: ChunkGradient, are_left: bool = False) -> None:
 # step? Where this rank's gradient rests must not matter.
 
 
-class UpdatesInBackward(Protocol):
-    """What uses gradients up while the backward runs. All of it is local."""
-
-    def begin(self) -> None:
-        """A backward begins. Raises what a step would refuse, and GeminiError if there are gradients to add to."""
-
-    def use_up(self, gradient: ChunkGradient, reduced: Region) -> bool:
-        """Update the chunk with its gradient, (optim_numel,) on the device. False: it has to rest until the step."""
-
-    def refuse_reuse(self, chunk: Chunk) -> None:
-        """Raises GeminiError if a backward has updated the chunk's weights, which it needs as they were."""
-
-    def refuse_gift(self, name: str) -> None:
-        """Raises GeminiError for a gradient that a user sets, of the parameter of this name."""
-
-
 class GradHomes:
     """The reduced gradients of all trainable chunks of one model. All of it is local."""
 
@@ -311,17 +294,7 @@ class GradHomes:
         self._resident: dict[int, SharedStorage] = {}  # by chunk index
         self._lending = LendingHistory()
         self._has_warned = False
-        self._reader: Callable[[ChunkGradient, int], None] | None = None
-        self.updates: UpdatesInBackward | None = None
         self.reset_lending()
-
-    def read_with(self, reader: Callable[[ChunkGradient, int], None]) -> None:
-        """Have `reader` called with each gradient that has come to rest on the host, and its backward's number."""
-        self._reader = reader
-
-    def update_with(self, updates: UpdatesInBackward | None) -> None:
-        """Offer each gradient to `updates` before it comes to rest. None: all of them rest until a step."""
-        self.updates = updates
 
     def reset_lending(self) -> None:
         """Other chunks are trained from now on, or homes have moved. No home is lent at this moment."""
@@ -338,18 +311,15 @@ class GradHomes:
 
     # -- coming to rest
 
-    def merge(self, gradient: ChunkGradient, reduced: Region, backward: int) -> None:
+    def merge(self, gradient: ChunkGradient, reduced: Region, backward: int) -> bool:
         """Write `reduced` to the shard, or add it if the step has a gradient that the payload did not start with.
 
-        Where the backward updates weights it may be used up instead.
+        Returns whether it lies on the host now, or is on its way there, and nothing was added.
         """
-        if self.updates is not None and self.updates.use_up(gradient, reduced):
-            return
         is_first = self.begin(gradient, backward)
         target, replaces = gradient.reduced(), is_first or gradient.content is Content.SUM
         self.put(target, reduced, replaces)
-        if self._reader is not None and replaces and target.tier is Tier.HOST:
-            self._reader(gradient, backward)
+        return replaces and target.tier is Tier.HOST
 
     def begin(self, gradient: ChunkGradient, backward: int, is_sum: bool = False) -> bool:
         """Make memory ready for what backward number `backward` reduces. True if it is the first of the step.

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from itertools import repeat
 
 import torch
-from torch import Tensor
 
 from gemini.errors import BudgetError, GeminiError
 from gemini.memory.memory import RankMemory
 from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked
 from gemini.memory.transfer import Region, Scratch, ready, wait_on_host
 from gemini.placement.demand import Demand, Kind, Placement, Tier
-from gemini.placement.gradient_rules import MAX_WAITING
 from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
-from gemini.runtime.arrivals import Arrivals, Waiting
+from gemini.runtime.arrivals import Arrivals
 from gemini.runtime.binding import master_from_weights
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.grad_homes import GradHomes, GradMemory
@@ -395,7 +394,7 @@ class GradStore:
             self.accumulation = AccumulateInPlace(*parts)
         else:
             self.accumulation = AccumulateAndReduce(*parts, next_use, stage)
-        self.arrivals = Arrivals(memory, self.accumulation)
+        self.arrivals = Arrivals(memory)
         self.leftovers = Leftovers(memory, homes)
         self.num_backwards = 0  # since the last step
         self.has_zeros = False  # zero_grad(set_to_none=False) left zeros that no step has used
@@ -447,22 +446,27 @@ class GradStore:
         """The backward that came through a scaled loss is over. Local."""
         self.loss_is_scaled = False
 
-    def begin_backward(self) -> None:
-        """A backward has reached the model. Local. Raises BudgetError for the first one without an optimizer."""
-        # If this finds no memory, no backward has begun.
-        self._begin_training()
-        if self.homes.updates is not None:
-            self.homes.updates.begin()
+    def begin_backward(self, uses_up: bool) -> None:
+        """A backward has reached the model. Local. uses_up: it updates weights with its gradients."""
         self.in_backward = True
         self.num_backwards += 1
-        self.accumulation.begin_backward()
+        self.accumulation.begin_backward(uses_up)
+
+    @contextmanager
+    def ending_backward(self) -> Iterator[None]:
+        """Inside, the gradients that the backward has left open are reduced."""
+        self.in_backward = False
+        try:
+            yield
+        except BaseException:
+            # Gradients are incomplete: the next use of the model finds a backward that does not run, and drops them.
+            self.in_backward = True
+            raise
 
     @property
     def are_used(self) -> bool:
         """The backward has updated weights, and no step has followed yet."""
-        if self.homes.updates is None:
-            return False
-        return any(gradient.is_used for gradient in self.memory.gradients.values())
+        return self.accumulation.uses_up and any(gradient.is_used for gradient in self.memory.gradients.values())
 
     @property
     def are_any_left(self) -> bool:
@@ -482,71 +486,23 @@ class GradStore:
         gradient = self.memory.gradients.get(chunk.index)
         return gradient is not None and gradient.is_used
 
+    def refuse_reuse(self, chunk: Chunk) -> None:
+        """Raises GeminiError where the running backward needs weights again that it has updated."""
+        if self.in_backward and self.is_used(chunk):
+            raise GeminiError(
+                f"the backward needs weights again that it has updated ({chunk.names()}), as where a weight is used "
+                "detached, too, or in several calls with use_reentrant=True: wrap the model without "
+                "update_in_backward=True"
+            )
+
     def abandon_backward(self) -> None:
         """The running backward failed, and nothing of it counts. Local."""
         self.in_backward = False
 
-    def on_gradient(self, chunk: Chunk, position: int, grad: Tensor) -> None:
-        """Take over a gradient of the chunk, of the parameter at `position`."""
-        backward = self.num_backwards
-        self.accumulation.arrived(self.arrivals.accept(chunk, position, grad, backward), backward)
-
-    def wait(self, chunk: Chunk, waiting: Waiting) -> bool:
-        """Let a noted gradient of a chunk of many small parameters wait in `.grad`. False if it may not wait there."""
-        gradient = self.memory.gradients.get(chunk.index)
-        # `due` is 0 until a gradient of the chunk waits.
-        if not waiting.due and (gradient is None or not self.arrivals.begin(gradient, self.num_backwards)):
-            return False
-        # Waiting gradients are held beyond the gradient slots: keep their number small.
-        if len(self.arrivals.begun) > MAX_WAITING:
-            self._collect(self.arrivals.begun[0])  # the chunk that has waited longest
-        # `are_all` is False: a chunk whose slot nobody else needs is copied in several parts, the rest of which is to
-        # come.
-        if len(waiting.arrived) >= waiting.due:
-            self._collect(chunk.index, are_all=False)
-        return True
-
-    def _collect(self, index: int, are_all: bool = True) -> None:
-        """Take over the waiting gradients of chunk `index`. are_all: no others will wait for now."""
-        gradient, backward = self.memory.gradients[index], self.num_backwards
-        if self.arrivals.collect(gradient, backward, are_all):
-            self.accumulation.arrived(gradient, backward)
-
-    def collect_all(self) -> None:
-        """Take over all waiting gradients: they are about to be read, reduced or discarded. Local."""
-        # The loop has a copy, because `_collect` removes chunks from the list.
-        for index in list(self.arrivals.begun):
-            self._collect(index)
-
-    def before_touch(self) -> None:
-        """Reduce what is due before a fetch: a point that all ranks share if backward gathers. Collective then."""
-        if not self.in_backward:
-            return
-        for index in self.accumulation.due():
-            # Gradients that wait in `.grad` are a part of what is reduced.
-            self._collect(index)
-            self.accumulation.reduce(self.memory.gradients[index], self.num_backwards)
-
-    def end_backward(self) -> None:
-        """Reduce what is open on any rank, and agree on the points of the next backward. Collective."""
-        # Ranks are about to tell each other which gradients they have. Gradients that wait in `.grad` have set no flags
-        # so far.
-        self.collect_all()
-        self.in_backward = False
-        try:
-            self.accumulation.end_backward(self.num_backwards)
-        except BaseException:
-            # Gradients are incomplete: the next use of the model finds a backward that does not run, and drops them.
-            self.in_backward = True
-            raise
-
     # -- between backward and step
 
-    def catch_up(self) -> None:
-        """Do what was put off, before gradients are read or used. Collective if backwards ran under no_sync()."""
-        # Reductions come first: zeros are then written only for chunks without a gradient, by flags on which ranks have
-        # agreed.
-        self.accumulation.catch_up(self.num_backwards)
+    def write_zeros(self) -> None:
+        """Write the zeros that zero_grad(set_to_none=False) has put off, before gradients are read or used. Local."""
         if self.has_zeros:
             self.leftovers.write_zeros(self.num_backwards)
             # The flag is cleared last: if a chunk found no memory, the next try writes the zeros that are missing.
@@ -558,7 +514,7 @@ class GradStore:
 
         Raises BudgetError.
         """
-        self._begin_training()
+        self.begin_training()
         # This counts like a backward: memory must not move while the gradient waits for a step.
         self.num_backwards = max(self.num_backwards, 1)
         self.homes.fill(gradient, self.num_backwards)
@@ -570,7 +526,7 @@ class GradStore:
         num_backwards: that the window has seen. left: (optim_numel,) of each chunk's reduced gradient, on the host, in
             the dtype in which it rested, and the positions of the parameters that have one. Raises BudgetError.
         """
-        self._begin_training()
+        self.begin_training()
         with untracked():
             for chunk, content, positions in left:
                 gradient = self.of(chunk)
@@ -582,14 +538,12 @@ class GradStore:
         self.num_backwards = num_backwards
 
     def discard(self, managed: ManagedParameter) -> None:
-        """Carry out `parameter.grad = None`: later gradients of this step start from zero."""
+        """Carry out `parameter.grad = None`: later gradients of this step start from zero. None waits in `.grad`."""
         gradient = self.find(managed.chunk)
         if gradient is None:
             return
         if gradient.is_used:
             self.refuse_discard()
-        # A gradient that is collected after this would set the flags of the discarded one again.
-        self.collect_all()
         gradient.note_discarded(managed.position)
         self.leftovers.clear(gradient, [managed])
         # One rank: if it was the last gradient, the step starts over, and the next backward is its first.
@@ -606,9 +560,6 @@ class GradStore:
         stay: which gradients stay, by chunk index, then by position.
         """
         self.note_end(becomes, stay or {})
-        # Waiting gradients must set their flags, which decide what becomes zero or stays.
-        if becomes is not Becomes.NONE:
-            self.collect_all()
         self.arrivals.drop()
         self.end_scaled_loss()
         self.num_forgotten += 1
@@ -634,13 +585,6 @@ class GradStore:
 
     # -- memory, and which chunks have gradients
 
-    def keep_apart(self, chunk: Chunk) -> None:
-        """A parameter of the chunk gets a hook of the user's, which is to find one backward's gradient. Local."""
-        # Waiting gradients are noted while they are attached: `detach_home` sets `.grad` to None, and `collect` would
-        # find nothing there.
-        self.collect_all()
-        self.arrivals.keep_apart(chunk)
-
     def detach_homes(self) -> None:
         """No `.grad` refers to memory of ours any more. Local."""
         for gradient in self.memory.gradients.values():
@@ -652,7 +596,7 @@ class GradStore:
             self.memory.pools.fill()
             self.scratch.fill()
 
-    def _begin_training(self) -> None:
+    def begin_training(self) -> None:
         """Take the memory for gradients before the first one comes, if no optimizer has done so."""
         if not self.training.is_there:
             with unseen(), untracked():

@@ -518,6 +518,26 @@ class ParamStore:
         """Nothing is in a slot. What an interrupt keeps out of its pool must die with its frame (`Slot.__del__`)."""
         self.slot_by_storage.clear()
 
+    # -- around an update
+
+    def before_update(self, chunk: Chunk) -> None:
+        """The home will get new values: drop a payload in a slot. Called before, since both may be one memory."""
+        if chunk.may_leave:
+            self.slots.release(chunk)
+        # A chunk that stays has its home inside its slot, in which parameters keep their views: it is only marked as
+        # stale.
+        elif chunk.slot is not None:
+            self.binding.outdate(chunk)
+
+    def after_update(self, chunk: Chunk) -> None:
+        """The chunk's home has new values: a payload at home gets a new version."""
+        chunk.note_update()
+        if chunk.state is ParamState.RESIDENT:
+            # Autograd has saved resident weights as they are. Only a higher version makes it refuse a graph from before
+            # the update. Without the line after it the next write-back would take this bump for an edit of the user's.
+            chunk.bump_versions()
+            self.binding.rebase_versions(chunk)
+
     def release_all(self) -> None:
         """Release every gathered chunk."""
         self.finish_prefetch()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gemini.memory.memory import HostSums
-from gemini.memory.modes import untracked
 from gemini.memory.transfer import Region, Scratch, Transfer, ready, wait_on_host, wait_on_stream
 from gemini.observe import OpenMove
 from gemini.placement.demand import Tier
@@ -30,7 +29,20 @@ from sharding import Piece, ShardLayout, Unit, pieces_within
 # -- Turns the gradients of autograd into one reduced gradient a step. The number of ranks selects one of two ways.
 #
 # `AccumulateInPlace`: one rank adds gradients in autograd's own order and has nothing to agree on.
-# `AccumulateAndReduce`, in reduce.py: several ranks reduce every micro-batch at once.
+# `AccumulateAndReduce`: several ranks reduce every micro-batch at once.
+#
+# Both only name the gradients to reduce, and hand back each reduction. `Reductions` in runtime/step.py finishes it, and
+# decides what becomes of the mean: it comes to rest, or the backward updates the weights with it.
+
+
+class Reduction(NamedTuple):
+    """A reduction of a chunk's gradient that was started and not finished."""
+
+    gradient: ChunkGradient
+    # Waits for the mean over ranks: (optim_numel,) on the device, valid until the next reduction begins.
+    mean: Callable[[], Region]
+    backward: int  # its number within the step
+    moving: OpenMove  # one more block, in which the mean leaves
 
 
 @dataclass(eq=False, repr=False)
@@ -47,6 +59,7 @@ class Accumulation:
     def __post_init__(self) -> None:
         self.synchronizes = True  # False inside no_sync()
         self.awaits_reduction = False  # gradients from under no_sync() are left; equal on all ranks
+        self.uses_up = False  # the running backward, or the last one, updates weights with its gradients
         self._reduced: set[int] = set()  # chunks reduced in this backward, by index: membership only
 
     @contextmanager
@@ -62,28 +75,48 @@ class Accumulation:
     def note_placement(self, is_resident: bool) -> None:
         """is_resident: no payload leaves between forward and update."""
 
-    def begin_backward(self) -> None:
-        """A backward starts. Local."""
+    def begin_backward(self, uses_up: bool) -> None:
+        """A backward starts. Local. uses_up: it updates weights with its gradients."""
         self._reduced.clear()
+        self.uses_up = uses_up
 
-    def make_way(self, gradient: ChunkGradient) -> None:
-        """Finish any pending reduction that the gradient to be opened would conflict with. Local, except at stage 0."""
+    def is_in_the_way(self, gradient: ChunkGradient) -> bool:
+        """Whether the reduction in flight must be finished before this gradient can be opened. Local."""
+        return False
 
-    def arrived(self, gradient: ChunkGradient, backward: int) -> None:
-        """Some of the chunk's gradients were copied into its payload. Collective if the chunk is reduced now."""
+    def arrived(self, gradient: ChunkGradient) -> Iterable[ChunkGradient]:
+        """Some of the chunk's gradients were copied into its payload. Returns what is to be reduced now.
+
+        The caller reduces each gradient before it asks for the next one, here and below. Collective then.
+        """
+        return ()
 
     def due(self) -> Sequence[int]:
         """Chunks, by index, that all ranks reduce before the next fetch in backward. Collective while recording."""
         return ()
 
-    def reduce(self, gradient: ChunkGradient, backward: int) -> None:
-        """Reduce a chunk's open gradient (zeros if this rank has none) to the mean over ranks, at home. Collective."""
+    def start(self, gradient: ChunkGradient, backward: int) -> Reduction | None:
+        """Start to reduce a chunk's open gradient (zeros if this rank has none) to the mean over ranks. Collective.
+
+        The reduction in flight must be finished: both use the same scratch. Returns a reduction that must be finished
+        at once; another one is in flight, or came to rest in here, tile by tile.
+        """
+        raise NotImplementedError
+
+    def in_flight(self) -> Reduction | None:
+        """Take out the reduction in flight, to be finished. Local."""
+        return None
+
+    def left_open(self, backward: int) -> Iterator[ChunkGradient]:
+        """The backward ends: every gradient that is open on any rank, to be reduced. Collective."""
+        return iter(())
 
     def end_backward(self, backward: int) -> None:
-        """Reduce every gradient that is open on any rank. Collective."""
+        """All gradients of the backward are reduced. Collective if it was not as recorded."""
 
-    def catch_up(self, backward: int) -> None:
-        """Reduce the gradients that backwards under no_sync() have left. Collective if there are any."""
+    def left_unsynced(self) -> Iterator[ChunkGradient]:
+        """What backwards under no_sync() have left (`awaits_reduction`), to be reduced. Collective."""
+        return iter(())
 
     def end_step(self, has_zeros: bool) -> None:
         """Forget the step's gradients: they were used, discarded or zeroed, or their reduction has failed. Local."""
@@ -99,7 +132,7 @@ class AccumulateInPlace(Accumulation):
     slot and merged into the home when they are complete. no_sync() changes no value.
     """
 
-    def arrived(self, gradient: ChunkGradient, backward: int) -> None:
+    def arrived(self, gradient: ChunkGradient) -> Iterable[ChunkGradient]:
         """See `Accumulation`. Pieces are added in their own dtype first, as by autograd, so they wait for the end."""
         if gradient.chunk.index in self._reduced:
             # A piece came after the chunk was merged in this backward, as reentrant checkpointing does.
@@ -107,37 +140,39 @@ class AccumulateInPlace(Accumulation):
         # A gradient at home takes no slot and needs no merge: it comes to rest at the end of the backward.
         elif gradient.num_fired == gradient.expected and gradient.state is GradState.IN_SLOT:
             if not gradient.in_pieces:
-                self.reduce(gradient, backward)
+                return (gradient,)
+        return ()
 
-    def reduce(self, gradient: ChunkGradient, backward: int) -> None:
-        """Merge an open gradient into its home. Local."""
+    def start(self, gradient: ChunkGradient, backward: int) -> Reduction:
+        """See `Accumulation`. The gradient is the mean. Local."""
         chunk, memory = gradient.chunk, self._memory
-        with untracked():
-            self._reduced.add(chunk.index)
-            # The gradient may have been spilled: bring it back into a slot.
-            memory.open(gradient, backward)
-            memory.complete(gradient)
-            payload = gradient.payload
-            assert payload is not None
-            # This orders what is rounded next behind the copies of the last merge out of this memory.
-            self._scratch.reset()
-            with memory.moving(gradient, self._communicator.position.here, blocks=1):
-                # The home's dtype is narrower than the gradient's.
-                if chunk.narrows:
-                    rounded = self._scratch.region(payload.numel, chunk.gradient_dtype)
-                    rounded.flat.copy_(payload.flat)
-                    payload = rounded
-                self._homes.merge(gradient, payload, backward)
-                memory.close(gradient)
+        self._reduced.add(chunk.index)
+        # The gradient may have been spilled: bring it back into a slot.
+        memory.open(gradient, backward)
+        memory.complete(gradient)
+        # This orders what is rounded next behind the copies of the last merge out of this memory.
+        self._scratch.reset()
+        moving = memory.moving(gradient, self._communicator.position.here, blocks=1)
+        return Reduction(gradient, partial(self._narrowed, gradient), backward, moving)
 
-    def end_backward(self, backward: int) -> None:
+    def _narrowed(self, gradient: ChunkGradient) -> Region:
+        """The payload, in the dtype in which the gradient rests, which may be narrower."""
+        chunk, payload = gradient.chunk, gradient.payload
+        assert payload is not None
+        if not chunk.narrows:
+            return payload
+        rounded = self._scratch.region(payload.numel, chunk.gradient_dtype)
+        rounded.flat.copy_(payload.flat)
+        return rounded
+
+    def left_open(self, backward: int) -> Iterator[ChunkGradient]:
         """See `Accumulation`."""
         for gradient in self._memory.gradients.values():
             # Chunks without a gradient are left alone: on one rank nobody else needs zeros of them.
             if gradient.state is GradState.AT_HOME:
                 self._memory.rest_in_place(gradient, backward)
             elif gradient.is_open:
-                self.reduce(gradient, backward)
+                yield gradient
             # `got` counts since the last step: only in the first backward does it tell what one backward brings.
             if backward == 1 and self.synchronizes:
                 # Unused parameters must not keep the chunk open, and its slot taken, until the end of later backwards.
@@ -391,16 +426,6 @@ def _fill(gradient: ChunkGradient, transfer: Transfer, rows: Region, start: int,
 # backward ends. The mean is made in fp32 (fp64 for fp64) and rounded once, to the dtype in which the gradient rests.
 
 
-@dataclass
-class _InFlight:
-    """A reduction that was started and not finished."""
-
-    gradient: ChunkGradient
-    gathered: Callable[[], Region]  # waits, and returns the mean
-    backward: int
-    moving: OpenMove
-
-
 @dataclass(eq=False, repr=False)
 class AccumulateAndReduce(Accumulation):
     """Several ranks: every chunk's gradient is reduced as soon as all ranks have it, in one order.
@@ -417,10 +442,11 @@ class AccumulateAndReduce(Accumulation):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._completion = Completion(self._memory, self._communicator)
-        self._in_flight: _InFlight | None = None
+        self._in_flight: Reduction | None = None
         self._gathers_in_backward = False  # until there is a placement
         self._next_in_order = 0
         self._off_plan = False  # a gradient came late or early: record again
+        self._is_to_agree = False  # this backward has left the plan, on some rank
         self._whole: set[int] = set()  # chunks that were reduced with all of this rank's gradients: membership only
         self.reset_order()
 
@@ -433,23 +459,23 @@ class AccumulateAndReduce(Accumulation):
         self._order = ReductionOrder[Touch](list(self._memory.gradients))
         self._has_told_parts = False
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, uses_up: bool) -> None:
         """See `Accumulation`."""
-        super().begin_backward()
+        super().begin_backward(uses_up)
         self._whole.clear()
         next_use = self._next_use
         self._order.begin(next_use.places if next_use.kind is PassKind.TRAINING else None)
         self._completion.begin()
         self._next_in_order = 0
-        self._off_plan = False
+        self._off_plan = self._is_to_agree = False
 
-    def make_way(self, gradient: ChunkGradient) -> None:
+    def is_in_the_way(self, gradient: ChunkGradient) -> bool:
         """See `Accumulation`. The reduction in flight may be this chunk's, or hold the last slot."""
-        if self._in_flight is not None:
-            if gradient.state is GradState.REDUCING or self._memory.lacks_slot(gradient):
-                self._finish()
+        if self._in_flight is None:
+            return False
+        return gradient.state is GradState.REDUCING or (gradient.payload is None and self._memory.lacks_slot(gradient))
 
-    def arrived(self, gradient: ChunkGradient, backward: int) -> None:
+    def arrived(self, gradient: ChunkGradient) -> Iterable[ChunkGradient]:
         """See `Accumulation`."""
         index, order = gradient.chunk.index, self._order
         # The number of touches before this gradient: the chunk may be reduced from the next touch on.
@@ -465,15 +491,16 @@ class AccumulateAndReduce(Accumulation):
         elif gradient.num_fired == gradient.expected:
             order.note_complete(index)
             if self.synchronizes and not self._gathers_in_backward and self._knows_parts:
-                self._reduce_in_order(backward)
+                return self._in_order()
+        return ()
 
     @property
     def _knows_parts(self) -> bool:
         """Ranks know whose gradients come in part, which decides about updates inside the backward."""
-        return self._has_told_parts or self._homes.updates is None
+        return self._has_told_parts or not self.uses_up
 
-    def _reduce_in_order(self, backward: int) -> None:
-        """Reduce complete gradients whose turn it is. Collective."""
+    def _in_order(self) -> Iterator[ChunkGradient]:
+        """Complete gradients whose turn it is, to be reduced."""
         order, position = self._order.order, self._communicator.position
         before = position.now
         # Ranks may be at different operators here, and the position travels in the tags: use one that all share.
@@ -482,7 +509,7 @@ class AccumulateAndReduce(Accumulation):
             gradient = self._memory.gradients[order[self._next_in_order]]
             if not gradient.is_open or gradient.num_fired != gradient.expected:
                 break
-            self.reduce(gradient, backward)
+            yield gradient
             self._next_in_order += 1
         position.return_to(before)
 
@@ -498,43 +525,32 @@ class AccumulateAndReduce(Accumulation):
         """Whether this pass has had the recorded touches only, so that gradients come by their recorded points."""
         return self._next_use.is_in_order and self._next_use.kind is PassKind.TRAINING
 
-    def reduce(self, gradient: ChunkGradient, backward: int) -> None:
-        """See `Accumulation`. The reduction is only started."""
-        with untracked():
-            self._finish()
-            self._reduced.add(gradient.chunk.index)
-            if gradient.is_whole:
-                self._whole.add(gradient.chunk.index)
-            self._completion.note_reduced(gradient.chunk.index)
-            if gradient.unsynced_state is not UnsyncedState.NONE:
-                # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as
-                # one.
-                if gradient.is_open:
-                    keep_unsynced(gradient, backward, self._memory, self._homes.sums)
-                reduce_unsynced(gradient, backward, self._homes, self._scratch, self._communicator)
-                return
-            # A rank without a gradient of this chunk takes part all the same: `open` gives it a payload, and `complete`
-            # zeros it.
-            self._memory.open(gradient, backward)
-            self._memory.complete(gradient)
-            self._start(gradient, backward)
-
-    def _start(self, gradient: ChunkGradient, backward: int) -> None:
-        """Send the open payload to the other ranks. Its mean belongs to backward number `backward`. Collective.
-
-        The reduction in flight must be finished: both use the same scratch.
-        """
+    def start(self, gradient: ChunkGradient, backward: int) -> Reduction | None:
+        """See `Accumulation`. The exchange is only launched."""
+        self._reduced.add(gradient.chunk.index)
+        if gradient.is_whole:
+            self._whole.add(gradient.chunk.index)
+        self._completion.note_reduced(gradient.chunk.index)
+        if gradient.unsynced_state is not UnsyncedState.NONE:
+            # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as one.
+            if gradient.is_open:
+                keep_unsynced(gradient, backward, self._memory, self._homes.sums)
+            reduce_unsynced(gradient, backward, self._homes, self._scratch, self._communicator)
+            return None
+        # A rank without a gradient of this chunk takes part all the same: `open` gives it a payload, and `complete`
+        # zeros it.
+        self._memory.open(gradient, backward)
+        self._memory.complete(gradient)
         if gradient.chunk.exchange_bytes > self._scratch.num_bytes:
             self._reduce_in_tiles(gradient, backward)
-            return
+            return None
         self._scratch.reset()
         moving = self._memory.moving(gradient, self._communicator.position.here, blocks=2)
         with moving:
-            gathered = self._launch(gradient)
-        self._in_flight = _InFlight(gradient, gathered, backward, moving)
+            mean = self._launch(gradient)
+        self._in_flight = Reduction(gradient, mean, backward, moving)
         # At stage 0 finishing is a collective (an all-gather): it must not wait for a point that is this rank's alone.
-        if self._stage == 0:
-            self._finish()
+        return self.in_flight() if self._stage == 0 else None
 
     def _reduce_in_tiles(self, gradient: ChunkGradient, backward: int) -> None:
         """Reduce the open payload to the end. Collective.
@@ -585,27 +601,22 @@ class AccumulateAndReduce(Accumulation):
         finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out.flat, chunk.index, scratch.allocate)
         self._memory.begin_reduction(gradient)
 
-        def gathered() -> Region:
+        def mean() -> Region:
             finish()
             if self._stage > 0:
                 return out
             self._communicator.all_gather(whole.flat, out.flat, chunk.layout, chunk.index)
             return whole
 
-        return gathered
+        return mean
 
-    def _finish(self) -> None:
-        """Finish the reduction in flight, if any, and merge its result. Local, but at stage 0 it gathers."""
-        if self._in_flight is None:
-            return
-        # Taken out first: after a failure in the merge it must not be finished twice.
+    def in_flight(self) -> Reduction | None:
+        """See `Accumulation`. After a failure it must not be finished twice."""
         flight, self._in_flight = self._in_flight, None
-        with untracked(), flight.moving:
-            self._homes.merge(flight.gradient, flight.gathered(), flight.backward)
-            self._memory.close(flight.gradient)
+        return flight
 
-    def end_backward(self, backward: int) -> None:
-        """See `Accumulation`. If this backward left the plan, ranks also agree on the points of the next one."""
+    def left_open(self, backward: int) -> Iterator[ChunkGradient]:
+        """See `Accumulation`."""
         gradients, order = list(self._memory.gradients.values()), self._order
         if not self.synchronizes:
             for gradient in gradients:
@@ -625,28 +636,30 @@ class AccumulateAndReduce(Accumulation):
             off = self._off_plan or tuple(order.fired) != order.order
             # What is left of the order is reduced with zeros, where some gradients did not come.
             for index in order.order[self._next_in_order :] if self._knows_parts else ():
-                self.reduce(self._memory.gradients[index], backward)
+                yield self._memory.gradients[index]
         # Before the first record no rank has points: then every backward counts as off its plan.
-        is_off = self._reduce_the_rest("end of backward", backward, off or order.points is None)
-        self._finish()
+        is_off = yield from self._the_rest("end of backward", off or order.points is None)
         # A backward that follows no forward of the model has a trace of its own, in which points mean nothing.
-        if not is_off or (self._gathers_in_backward and self._next_use.kind is not PassKind.TRAINING):
+        self._is_to_agree = is_off and not (self._gathers_in_backward and self._next_use.kind is not PassKind.TRAINING)
+
+    def end_backward(self, backward: int) -> None:
+        """See `Accumulation`. If this backward left the plan, ranks agree on the points of the next one."""
+        if not self._is_to_agree:
             return
         # This backward was not the recorded one: the next one follows what it has shown.
         self._agree_on_points()
-        for gradient in gradients:
+        for gradient in self._memory.gradients.values():
             # Unused parameters must not keep a chunk open next time. If routing chooses the parameters that are used,
             # all are still expected: a gradient that came late on some ranks only would be added in another order.
             if backward == 1 and not gradient.chunk.is_chosen:
                 gradient.expect_what_came()
 
-    def catch_up(self, backward: int) -> None:
+    def left_unsynced(self) -> Iterator[ChunkGradient]:
         """See `Accumulation`."""
-        if self.awaits_reduction:
-            self._reduce_the_rest("unsynced gradients", backward)
+        yield from self._the_rest("unsynced gradients")
 
-    def _reduce_the_rest(self, when: str, backward: int, off: bool = False) -> bool:
-        """Reduce what is open or unsynced on any rank. Returns whether some rank is `off` its plan. Collective.
+    def _the_rest(self, when: str, off: bool = False) -> Generator[ChunkGradient, None, bool]:
+        """What is open or unsynced on any rank. Returns whether some rank is `off` its plan. Collective.
 
         The all-reduce also carries which parameters have a gradient on any rank. So `.grad is None` has the same answer
         on all ranks and costs no collective of its own.
@@ -655,7 +668,7 @@ class AccumulateAndReduce(Accumulation):
         own = bytearray([off, *(g.is_open or g.unsynced_state is UnsyncedState.HELD for g in gradients)])
         for gradient in gradients:
             own += gradient.got
-        uses_up = self._homes.updates is not None
+        uses_up = self.uses_up
         if uses_up:
             own += bytes(not (g.is_whole or g.chunk.index in self._whole) for g in gradients)
         words = torch.frombuffer(own, dtype=torch.uint8).to(self._communicator.device)
@@ -674,7 +687,7 @@ class AccumulateAndReduce(Accumulation):
             gradient.note_agreed(agreed[start:end])
             start = end
             if agreed[number + 1]:
-                self.reduce(gradient, backward)
+                yield gradient
             # Where some rank held a sum its reduction has ended this state. Here no rank held one.
             if self.awaits_reduction and gradient.is_behind:
                 gradient.become_unsynced(UnsyncedState.NONE)

@@ -29,7 +29,7 @@ FETCH, OPERATOR = "chunk's fetch in forward", "operator's forward hook"
 GRADIENT, STEP = "gradient's way", "training step"
 ROWS = {
     FETCH: ("Payloads.fetch",),
-    GRADIENT: ("_take_gradient", "AccumulateAndReduce.reduce", "AccumulateAndReduce._finish"),
+    GRADIENT: ("_take_gradient", "Reductions._reduce", "Reductions._finish"),
     OPERATOR: ("_AroundOperator.before",),
     "backward's fetch": ("Backward.node_fetch",),
     "optimizer.step()": ("ShardedOptimizer.step",),
@@ -55,12 +55,13 @@ SHOWN = {
     "_AroundOperator.after": "the pins are lifted",
     "SavedTensors.unpack": "a node reads what it kept",
     "Backward.node_fetch": "",
-    "AccumulateAndReduce.reduce": "at one point on all ranks",
+    "Reductions._reduce": "at one point on all ranks",
+    "AccumulateAndReduce.start": "to the other ranks",
     "_take_gradient": "autograd has made a gradient",
     "Arrivals.add": "it goes into the chunk's gradient",
     "GradMemory.open": "a gradient slot; another may be spilled",
     "AccumulateAndReduce.arrived": "is the chunk complete?",
-    "AccumulateAndReduce.end_backward": "what is left is reduced",
+    "Reductions.end_backward": "what is left is reduced",
     "Communicator.start_reduce_scatter": "then a sum in rank order",
     "GradHomes.merge": "the reduced gradient comes to rest",
     "ShardedOptimizer.step": "",
@@ -71,7 +72,7 @@ SHOWN = {
     "ChunkUpdates.update": "",
     "ChunkUpdates._prepare": "weights and master, as one run",
     "update_pieces": "the kernel",
-    "Step.after_chunk_update": "",
+    "ParamStore.after_update": "",
     "GradStore.end_step": "the gradients are used up",
 }
 

@@ -63,14 +63,14 @@ MUTANTS = [
     ),
     Mutant(
         "a stale payload survives the step",
-        "Step.before_chunk_update",
+        "ParamStore.before_update",
         "if chunk.may_leave:",
         "if False:",
         f"{ONE_RANK}[chain]",
     ),
     Mutant(
         "chunks that stay are not gathered after an update",
-        "Step.before_chunk_update",
+        "ParamStore.before_update",
         "self.binding.outdate(chunk)",
         "pass",
         "tests/features/test_small_parameters_that_stay.py",

@@ -23,7 +23,7 @@ MUTANTS = [
     ),
     Mutant(
         "zeros count as written before they are",
-        "GradStore.catch_up",
+        "GradStore.write_zeros",
         "self.leftovers.write_zeros(self.num_backwards)",
         "self.has_zeros = False\nself.leftovers.write_zeros(self.num_backwards)",
         "tests/features/test_leftovers.py::test_zeros_that_find_no_memory_are_written_when_the_step_is_tried_again",
@@ -37,7 +37,7 @@ MUTANTS = [
     ),
     Mutant(
         "a backward that fails at its end counts",
-        "GradStore.end_backward",
+        "GradStore.ending_backward",
         "self.in_backward = True",
         "",
         "tests/features/test_access_edges.py::test_a_backward_that_fails_at_its_end_leaves_no_gradient",
@@ -163,7 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients that wait when a backward ends stay there",
-        "GradStore.end_backward",
+        "Reductions.end_backward",
         "self.collect_all()",
         "",
         "tests/features/test_small_parameters.py",
@@ -184,9 +184,9 @@ MUTANTS = [
     ),
     Mutant(
         "the slot that a reduction reads is not waited for",
-        "AccumulateAndReduce.make_way",
-        "if gradient.state is GradState.REDUCING or self._memory.lacks_slot(gradient):\n    self._finish()",
-        "if gradient.state is GradState.REDUCING:\n    self._finish()",
+        "AccumulateAndReduce.is_in_the_way",
+        "(gradient.payload is None and self._memory.lacks_slot(gradient))",
+        "False",
         f"{TWO_RANKS}[llama]",
     ),
     Mutant(
@@ -205,21 +205,21 @@ MUTANTS = [
     ),
     Mutant(
         "a rank without a gradient leaves its place in the order",
-        "AccumulateAndReduce.end_backward",
+        "AccumulateAndReduce.left_open",
         "order.order[self._next_in_order :]",
         "()",
         PAIRS,
     ),
     Mutant(
         "zeros are what an earlier step has left there",
-        "GradStore.catch_up",
+        "GradStore.write_zeros",
         "self.leftovers.write_zeros(self.num_backwards)",
         "",
         "tests/features/test_leftovers.py",
     ),
     Mutant(
         "each rank knows of its own gradients only",
-        "AccumulateAndReduce._reduce_the_rest",
+        "AccumulateAndReduce._the_rest",
         "gradient.note_agreed(agreed[start:end])",
         "gradient.note_agreed(gradient.got)",
         "tests/features/test_gradients.py::test_a_parameter_without_a_gradient_on_any_rank_has_none_on_every_rank",

@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant(
         "the step ignores what no_sync() left",
         "OptimizerStep._collect",
-        "self._manager.grads.catch_up()",
+        "self._manager.step.reductions.catch_up()",
         "",
         "tests/features/test_unsynced.py::test_what_backwards_under_no_sync_left_is_reduced_when_it_is_needed",
     ),
@@ -139,8 +139,8 @@ MUTANTS = [
     ),
     Mutant(
         "stage 2 does not gather what others updated",
-        "ChunkUpdates._finish",
-        "_all_gather_weights(self._step, chunk)",
+        "ChunkUpdates.update",
+        "_all_gather_weights(payloads, chunk)",
         "pass",
         PAIRS,
     ),
