@@ -211,6 +211,30 @@ def first_difference(one: str, other: str) -> str:
 _BUILD_ALIKE = "All ranks must build the same model with the same arguments"
 
 
+class LastCollective:
+    """The collective that this rank has launched last, which the watchdog names where ranks wait for one another."""
+
+    def __init__(self, position: StepPosition) -> None:
+        self._position = position
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from 0: ranks have failed at different points, and their next collective is the first again."""
+        self.sequence = 0
+        self._what, self._chunk, self._moment = "start", 0, 0
+
+    def begin(self, what: str, chunk: int, moment: int) -> int:
+        """A collective is launched. Returns its number, from 1."""
+        self.sequence += 1
+        self._what, self._chunk, self._moment = what, chunk, moment
+        return self.sequence
+
+    def where(self) -> tuple[int, str]:
+        """(number, description), equal on all ranks that run the same code."""
+        what, place = in_words(self._what, self._chunk), self._position.describe(self._moment)
+        return self.sequence, f"{what}, {place} (collective {self.sequence})"
+
+
 class Communicator:
     """The collectives of a process group of its own. `group=None` means one rank. Collective to create."""
 
@@ -219,9 +243,8 @@ class Communicator:
     ) -> None:
         self.position = position
         self.plan_hash = 0  # of the plan in force; 0 before there is one
-        self._sequence = 0
+        self._last = LastCollective(position)
         self._process = os.getpid()
-        self._doing = "start", 0, 0  # (kind, chunk, position) of the last collective
         self._replay = ScheduleReplay()
         self._parent = group
         self.device = device
@@ -229,7 +252,7 @@ class Communicator:
             check_backend(group, device)
         self.watch: Watchdog | None = None
         if group is not None and group.size() > 1:
-            self.watch = Watchdog(group, rank_timeout_s, self._where, backends(group)[device.type] == "gloo")
+            self.watch = Watchdog(group, rank_timeout_s, self._last.where, backends(group)[device.type] == "gloo")
         self._connection = Connection(group, self.watch, rank_timeout_s, device)
         self.collectives = self._connection.open()
         self._end_dropped()
@@ -396,7 +419,7 @@ class Communicator:
         if self.watch is not None:
             self.watch.next_generation()
             # Ranks have failed at different points: tags that went on from there would differ in the first collective.
-            self._sequence = 0
+            self._last.restart()
             self._replay = ScheduleReplay()
             self.collectives = self._connection.replace(self.collectives)
             self.watch.failed = False
@@ -444,9 +467,9 @@ class Communicator:
     def _tag(self, what: str, chunk: int) -> Tag:
         self._refuse_forked()
         kind = KINDS.index(what) if what in KINDS else len(KINDS)
-        self._sequence += 1
-        self._doing = what, chunk, self.position.now
-        return Tag(self.plan_hash, self._sequence & 0xFFFFFFFF, kind << KIND_SHIFT | chunk, self.position.now)
+        moment = self.position.now
+        sequence = self._last.begin(what, chunk, moment)
+        return Tag(self.plan_hash, sequence & 0xFFFFFFFF, kind << KIND_SHIFT | chunk, moment)
 
     def _refuse_forked(self) -> None:
         """Raises UnsupportedError in a forked child: it has the sockets, but not the threads that serve them."""
@@ -469,12 +492,6 @@ class Communicator:
             if self.watch is not None:
                 self.watch.publish(error)
             raise error from None
-
-    def _where(self) -> tuple[int, str]:
-        """(number, description) of the last collective, equal on all ranks that run the same code."""
-        what, chunk, position = self._doing
-        place = self.position.describe(position)
-        return self._sequence, f"{in_words(what, chunk)}, {place} (collective {self._sequence})"
 
     def _diverged(self, mismatch: TagMismatch) -> DivergenceError:
         words = "; ".join(

@@ -230,7 +230,8 @@ class Connection:
         refuse_shared(self._parent, self._device)
         self._own = OwnGroup(self._parent, self._watch.name, self._timeout)
         self.works = self._own.open
-        return Collectives(self._own.group, self._wait, self._device)
+        self._watch.begin_group(self.works)
+        return Collectives(self._own.group, self._watch.wait, self._device)
 
     def replace(self, collectives: Collectives) -> Collectives:
         """The collectives of another group of the same ranks, after a failure that every rank caught. Collective."""
@@ -255,11 +256,3 @@ class Connection:
                 self._own.close()
         self._own, self.works = None, set()
         return Collectives(None)
-
-    def _wait(self, work: dist.Work) -> None:
-        assert self._watch is not None
-        try:
-            self._watch.wait(work)
-        except BaseException:
-            self.works.add(work)
-            raise

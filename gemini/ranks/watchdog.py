@@ -225,6 +225,7 @@ class Watchdog:
         self.rank_timeout_s = rank_timeout_s
         self.failed = False
         self._where = where  # (number, description) of the last collective
+        self._open_works: set[dist.Work] = set()
         self._blocks = blocks
         self._ranks = dist.get_process_group_ranks(group)
         together = tuple(self._ranks)
@@ -240,6 +241,10 @@ class Watchdog:
     def name(self) -> str:
         """A name for this generation's process group, equal on all its ranks and used by no other watch."""
         return f"{self._prefix}/{self._messages.generation}/group"
+
+    def begin_group(self, open_works: set[dist.Work]) -> None:
+        """Collectives are those of another group from now on. open_works: takes those that this rank gives up on."""
+        self._open_works = open_works
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective. Raises RemoteRankError, DivergenceError or RankLostError."""
@@ -263,6 +268,9 @@ class Watchdog:
                     if _contradict(places) or (len(set(places.values())) > 1 and now - changed >= UNCHANGED_S):
                         self._raise_diverged(places)
                 self._raise_if_lost(now - started)
+        except BaseException:
+            self._open_works.add(work)
+            raise
         finally:
             # After a failure the place stays: it tells the others where this rank was.
             if published and not self.failed:
