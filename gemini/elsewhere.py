@@ -1,8 +1,13 @@
-"""What to use here in place of names of DeepSpeed's that are not here: the text of an AttributeError."""
+"""What to use here in place of names of other libraries' that are not here: the text of an AttributeError."""
 
 from __future__ import annotations
 
 import sys
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+# -- DeepSpeed's names, under `gemini.deepspeed`.
+
 
 _PIPELINE = "there is no pipeline: a model of any size is sharded over all ranks, see docs/quick_start.md"
 _MOE = "experts are sharded as all weights are: give initialize() the plain module (gemini.set_leaf_module)"
@@ -56,6 +61,18 @@ _INSTEAD = {
     "OnDevice": "torch.device('meta') as a context, or gemini.ZeroInitContext()",
     "TiledLinear": "chunks are as large as one weight: give device_memory= and see plan.explain()",
     "partition_parameters": "parameters have their true shape; GatheredParameters and safe_get_full_* read them",
+    "swap_tensor": _SETTINGS,
+    "transformer": _KERNELS,
+    "sparse_attention": _KERNELS,
+    "sequence": _ONE_GROUP,
+    "hybrid_engine": _INFERENCE,
+    "launcher": "torchrun starts the ranks",
+    "elasticity": "a checkpoint is loaded on any number of ranks",
+    "monitor": "engine.monitor.write_events(), and the config's tensorboard and csv_monitor",
+    "env_report": "gemini.__version__ and torch.utils.collect_env",
+    "git_version_info": "gemini.__version__",
+    "data_pipeline": _CURRICULA,
+    "checkpoint": "engine.save_checkpoint(), load_checkpoint(); `gemini checkpoint import` reads DeepSpeed's folders",
     "DeepSpeedCPULion": "any elementwise optimizer of torch's works; its state may rest on the host",
     "FusedLamb": "LAMB needs norms of whole layers, which no chunk has: FusedAdam, or a torch optimizer",
     "get_fp32_state_dict_from_zero_checkpoint": _FP32,
@@ -67,7 +84,6 @@ _INSTEAD = {
     "SynchronizedWallClockTimer": _TIMES,
     "ThroughputTimer": _TIMES,
     "timers": _TIMES,
-    "tput_timer": _TIMES,
     "get_wall_clock_timers": _TIMES,
     "wall_clock_breakdown": _TIMES,
     "profiling": _TIMES,
@@ -100,14 +116,41 @@ def instead_of(name: str) -> str | None:
     return _INSTEAD.get(name) or next(starts, None)
 
 
-def missing(owner: str, name: str, otherwise: str = "docs/coming_from.md lists those that are here") -> AttributeError:
+_HERE = "docs/coming_from.md lists those that are here"
+
+
+def missing(owner: str, name: str, otherwise: str = _HERE) -> AttributeError:
     """The error of a module or object `owner` that has no such name. Raises ImportError where it is imported.
 
     otherwise: what is said of names that are not in the table.
     """
-    text = f"{owner} has no {name!r}: {instead_of(name) or otherwise}"
+    words = _words(owner, name)
+    text = f"{owner} has no {name!r}: {words or otherwise}"
     # `from package import name` asks the package first, and drops the text of an AttributeError.
     caller = sys._getframe(2)
-    if caller.f_code.co_name == "_handle_fromlist" and instead_of(name) is not None:
+    if caller.f_code.co_name == "_handle_fromlist" and words is not None:
         raise ImportError(text, name=owner)
     return AttributeError(text, name=name)
+
+
+def _words(owner: str, name: str) -> str | None:
+    """What the table says of a name, or of the innermost of the packages that would have it."""
+    parts = (*owner.split("."), name)
+    return next((words for words in map(instead_of, reversed(parts)) if words is not None), None)
+
+
+class AbsentModules(MetaPathFinder):
+    """Asked by Python for a module that no other finder has: one of DeepSpeed's that is not here says what to use.
+
+    Without it `import gemini.deepspeed.pipe` would end in Python's own ModuleNotFoundError, which names no way.
+    """
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        """Raises ModuleNotFoundError for a module of the package; None for any other."""
+        owner, _, name = fullname.rpartition(".")
+        if owner == self._package or owner.startswith(f"{self._package}."):
+            # With the name Python takes `from package import name` for one that the package does not have.
+            raise ModuleNotFoundError(f"{owner} has no module {name!r}: {_words(owner, name) or _HERE}", name=fullname)
