@@ -120,15 +120,19 @@ _HERE = "docs/coming_from.md lists those that are here"
 
 
 def missing(owner: str, name: str, otherwise: str = _HERE) -> AttributeError:
-    """The error of a module or object `owner` that has no such name. Raises ImportError where it is imported.
+    """The error of a module or object `owner` that has no such name of DeepSpeed's.
 
-    otherwise: what is said of names that are not in the table.
+    otherwise: what is said of names that are not in the table. Raises ImportError where the name is imported.
     """
     words = _words(owner, name)
-    text = f"{owner} has no {name!r}: {words or otherwise}"
-    # `from package import name` asks the package first, and drops the text of an AttributeError.
-    caller = sys._getframe(2)
-    if caller.f_code.co_name == "_handle_fromlist" and words is not None:
+    return _absent(f"{owner} has no {name!r}: {words or otherwise}", owner, name, is_known=words is not None)
+
+
+def _absent(text: str, owner: str, name: str, is_known: bool) -> AttributeError:
+    # `from package import name` asks the package first, and drops the text of an AttributeError. The caller's caller
+    # is `__getattr__`, and this is who asked that.
+    caller = sys._getframe(3)
+    if caller.f_code.co_name == "_handle_fromlist" and is_known:
         raise ImportError(text, name=owner)
     return AttributeError(text, name=name)
 
@@ -154,3 +158,97 @@ class AbsentModules(MetaPathFinder):
         if owner == self._package or owner.startswith(f"{self._package}."):
             # With the name Python takes `from package import name` for one that the package does not have.
             raise ModuleNotFoundError(f"{owner} has no module {name!r}: {_words(owner, name) or _HERE}", name=fullname)
+
+
+# -- Colossal-AI's names, of any release, as attributes of `gemini`.
+
+
+_WRAPPED = "gemini.ShardedModel(module, tensor_placement_policy=...)"
+_BUILDS = "gemini.ZeroInitContext, with the same arguments"
+_UPDATES = "gemini.ShardedOptimizer(model, optimizer) of the wrapped model and a plain optimizer"
+_BOOSTER = (
+    "gemini.initialize(model, optimizer, criterion, config=...) makes an engine; a config's 'plugin' takes the "
+    "arguments of GeminiPlugin"
+)
+
+_OF_COLOSSALAI = {
+    "ShardedModelV2": _WRAPPED,
+    "GeminiDDP": _WRAPPED,
+    "ZeroDDP": _WRAPPED,
+    "ColoDDP": _WRAPPED,
+    "zero_model_wrapper": _WRAPPED,
+    "ColoInitContext": _BUILDS,
+    "LazyInitContext": _BUILDS,
+    "ShardedOptimizerV2": _UPDATES,
+    "ZeroOptimizer": _UPDATES,
+    "GeminiOptimizer": _UPDATES,
+    "LowLevelZeroOptimizer": f"{_UPDATES}, at stage=1 or 2",
+    "zero_optim_wrapper": _UPDATES,
+    "GeminiAdamOptimizer": "gemini.ShardedOptimizer(model, gemini.HybridAdam(model.parameters(), lr=...))",
+    "FusedAdam": "gemini.HybridAdam",
+    "GeminiManager": "the model's chunk_manager, a gemini.ChunkManager, comes with gemini.ShardedModel",
+    "get_current_device": "gemini.current_device()",
+    "get_accelerator": "gemini.current_device() and torch.accelerator",
+    "launch": "gemini.launch_from_torch(), under torchrun",
+    "DistCoordinator": "torch.distributed, and gemini.get_dist_logger() for lines of rank 0",
+    "colo_set_process_memory_fraction": "device_memory= of gemini.ShardedModel",
+    "Booster": _BOOSTER,
+    "GeminiPlugin": _BOOSTER,
+    "LowLevelZeroPlugin": _BOOSTER,
+    "TorchDDPPlugin": _BOOSTER,
+}
+
+
+def missing_in_gemini(name: str) -> AttributeError:
+    """The error of `gemini`, which has no such name. Raises ImportError where one of Colossal-AI's is imported."""
+    words = _OF_COLOSSALAI.get(name)
+    text = f"module 'gemini' has no attribute {name!r}" + (f": use {words}" if words else "")
+    return _absent(text, "gemini", name, is_known=words is not None)
+
+
+# -- Methods of torch's `DistributedDataParallel`, `FullyShardedDataParallel` and `fully_shard`, on a `ShardedModel`.
+
+
+_WHOLE = (
+    "weights fetch themselves where they are read; `with gemini.GatheredParameters(model):` holds all of them whole"
+)
+_FROM_BUDGET = "what stays on the device follows from device_memory= of ShardedModel(...)"
+_WINDOW = "`with model.no_sync():` leaves gradients unreduced; the backward outside reduces their sum"
+_MEAN = "gradients are means over the ranks: multiply the loss for another factor"
+_NO_HOOK = "gradients travel in reduce_dtype= of ShardedModel(...); a hook of a parameter sees this rank's gradient"
+_STATES = "ShardedOptimizer.state_dict(), or gemini.save_checkpoint(), which writes each rank's part"
+
+_OF_TORCH = {
+    "join": "give every rank equally many batches (DistributedSampler, or drop_last=True), or end all loops alike",
+    "register_comm_hook": _NO_HOOK,
+    "set_all_reduce_hook": _NO_HOOK,
+    "set_custom_all_gather": _NO_HOOK,
+    "set_custom_reduce_scatter": _NO_HOOK,
+    "summon_full_params": _WHOLE,
+    "unshard": _WHOLE,
+    "reshard": _FROM_BUDGET,
+    "set_reshard_after_forward": _FROM_BUDGET,
+    "set_reshard_after_backward": _FROM_BUDGET,
+    "set_unshard_in_backward": _FROM_BUDGET,
+    "set_modules_to_forward_prefetch": "max_prefetch= of ShardedModel(...) says how many chunks are fetched ahead",
+    "set_modules_to_backward_prefetch": "max_prefetch= of ShardedModel(...) says how many chunks are fetched ahead",
+    "set_requires_gradient_sync": _WINDOW,
+    "set_requires_all_reduce": _WINDOW,
+    "set_is_last_backward": _WINDOW,
+    "set_gradient_divide_factor": _MEAN,
+    "set_reduce_scatter_divide_factor": _MEAN,
+    "set_force_sum_reduction_for_comms": _MEAN,
+    "set_post_optim_event": "nothing: ShardedOptimizer orders its updates and the next forward by itself",
+    "clip_grad_norm_": "ShardedOptimizer.clip_grad_norm_(), or torch.nn.utils.clip_grad_norm_(model.parameters(), ...)",
+    "set_state_dict_type": "model.state_dict(rank0_only=) is whole, gemini.save_checkpoint() writes each rank's part",
+    "state_dict_type": "model.state_dict(rank0_only=) is whole, gemini.save_checkpoint() writes each rank's part",
+    "optim_state_dict": _STATES,
+    "full_optim_state_dict": _STATES,
+    "sharded_optim_state_dict": _STATES,
+    "optim_state_dict_to_load": "ShardedOptimizer.load_state_dict() takes a whole state on any number of ranks",
+}
+
+
+def instead_of_torchs(name: str) -> str | None:
+    """What to use in place of a method of torch's wrappers; None for a name that none of them has."""
+    return _OF_TORCH.get(name)

@@ -310,10 +310,26 @@ def _replaced(model: ShardedModel, optimizer: ShardedOptimizer, replace: Callabl
     train_step(model, optimizer, 1)
 
 
-@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3), lambda: nn.Linear(2, 2, device="meta")])
-def test_parameters_without_data_are_refused(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(UnsupportedError, match="has no data yet"):
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.LazyLinear(3), "call the plain module once"),
+        (lambda: nn.Linear(2, 2, device="meta"), "'meta'.*ZeroInitContext"),
+    ],
+)
+def test_parameters_without_data_are_refused(make: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"has no data yet: .*{words}"):
         ShardedModel(nn.Sequential(make()), device="emulated")
+
+
+def test_an_adapter_that_is_added_after_wrapping_is_told_where_it_belongs() -> None:
+    model, optimizer = sharded()
+    adapter = nn.Linear(WIDTH, WIDTH)
+    model.module.layers[0].adapter = adapter
+    with pytest.raises(ValueError, match=r"adapter .* is in the module before it is wrapped"):
+        optimizer.add_param_group({"params": adapter.parameters()})
+    with pytest.raises(GeminiError, match=r"'layers.0.adapter.weight' was added .*peft.get_peft_model.* for adapters"):
+        train_step(model, optimizer)
 
 
 class _Complex(nn.Module):

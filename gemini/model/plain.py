@@ -27,6 +27,7 @@ from gemini.access.states import States
 from gemini.access.weights import load_part, load_whole_state_dict, whole_state_dict
 from gemini.building.store import built_link_of
 from gemini.building.zero_init import shard_pending
+from gemini.elsewhere import instead_of_torchs
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.log import warn_at_script
 from gemini.model.hooks import Handles
@@ -254,7 +255,14 @@ def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Par
         if hasattr(parameter, LOST):
             raise UnsupportedError(f"parameter {name!r} lost its values when wrapping failed: build the module again")
         if is_lazy(parameter) or parameter.is_meta:
-            raise UnsupportedError(f"parameter {name!r} has no data yet ({type(parameter).__name__} on meta or lazy)")
+            what = "was made on the device 'meta'" if parameter.is_meta else "gets its shape from a first batch"
+            remedy = (
+                "build or load the model in `with gemini.ZeroInitContext():`, which shards it while its values come, "
+                "or call to_empty() and initialise it"
+                if parameter.is_meta
+                else "call the plain module once before ShardedModel(...)"
+            )
+            raise UnsupportedError(f"parameter {name!r} has no data yet: it {what}. Do this: {remedy}")
         # A subclass, such as a DTensor or a quantised weight, may hold its values elsewhere than in strided memory.
         if type(parameter) is not nn.Parameter:
             raise UnsupportedError(f"parameter {name!r} is a {type(parameter).__name__}, not a plain nn.Parameter")
@@ -289,7 +297,8 @@ def check_wrapped(
                 raise cannot_take("fully_shard, or what else makes DTensors,", name)
             raise GeminiError(
                 f"parameter {name!r} was added or replaced after ShardedModel(...) and would not be trained: "
-                "change the module before it is wrapped, and values with model.load_state_dict() or in place. To "
+                "change the module before it is wrapped, such as by ShardedModel(peft.get_peft_model(...)) for "
+                "adapters, and values with model.load_state_dict() or in place. To "
                 "change a size now, load model.state_dict() into the plain module, change that, and wrap it again"
             )
 
@@ -553,7 +562,13 @@ class PlainView(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or is_mark(name):
                 raise
+        try:
             return getattr(module, name)
+        except AttributeError as error:
+            words = instead_of_torchs(name)
+            if words is None:
+                raise
+            raise AttributeError(f"a ShardedModel has no {name!r}: {words}", name=name) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Attributes of the wrapped module are read there, also by its forward, so they are written there.
