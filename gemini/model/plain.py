@@ -31,11 +31,12 @@ from gemini.elsewhere import instead_of_torchs
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.log import warn_at_script
 from gemini.model.hooks import Handles
-from gemini.model.operators import is_mark, is_parametrized
+from gemini.model.operators import is_mark, is_parametrized, tensors_in
 from gemini.model.wrap import LOST
 from gemini.runtime.chunk import ManagedParameter
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.step import Step
+from optim import HALF_DTYPES
 
 # -- `GatheredParameters`: a context in which parameters are whole and plain, between steps, to be read or changed.
 
@@ -431,6 +432,20 @@ def _leave_out(handles: Handles, memo: dict[int, Any]) -> None:
         memo[key].update({number: copy.deepcopy(hook, memo) for number, hook in hooks.items() if number not in ours})
 
 
+def note_dtypes(error: BaseException, weights: Iterable[torch.dtype], inputs: Any) -> None:
+    """Add to torch's error about two dtypes where they come from: 16-bit weights and the script's inputs. Local."""
+    if not isinstance(error, (RuntimeError, ValueError)) or isinstance(error, GeminiError) or "type" not in str(error):
+        return
+    half = next((dtype for dtype in weights if dtype in HALF_DTYPES), None)
+    given = next((each.dtype for each in tensors_in(inputs) if each.is_floating_point()), half)
+    if half is not None and given is not half:
+        error.add_note(
+            f"The model's weights are {half} and an input is {given}. Either cast the batch, x.to({half}); or have the "
+            f"model cast its inputs and outputs, ShardedModel(module, dtype={{'': {half}, '*': torch.float32}}); or "
+            "give a config cast_inputs=true"
+        )
+
+
 # -- The names, state dicts and attributes that a sharded model shows: those of the module that it wraps.
 
 
@@ -460,6 +475,7 @@ class PlainView(nn.Module):
             # refusal of ours has changed nothing, and checkpointing ends a recomputation with an exception of its own.
             if not (isinstance(error, GeminiError) or self.chunk_manager.step.is_recomputing()):
                 self.chunk_manager.communicator.publish(error)
+            note_dtypes(error, (managed.dtype for managed in self.chunk_manager.parameters), (args, kwargs))
             raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
