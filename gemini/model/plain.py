@@ -578,13 +578,7 @@ class PlainView(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or is_mark(name):
                 raise
-        try:
-            return getattr(module, name)
-        except AttributeError as error:
-            words = instead_of_torchs(name)
-            if words is None:
-                raise
-            raise AttributeError(f"a ShardedModel has no {name!r}: {words}", name=name) from error
+            return _forwarded(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Attributes of the wrapped module are read there, also by its forward, so they are written there.
@@ -626,6 +620,17 @@ class PlainView(nn.Module):
     def share_memory(self) -> NoReturn:
         """Not possible. Local. Raises UnsupportedError."""
         raise UnsupportedError("share_memory() of a ShardedModel is not possible: copy.deepcopy(model) is a plain one")
+
+
+def _forwarded(module: nn.Module, name: str) -> Any:
+    """The wrapped module's attribute. A name of torch's own wrappers that it does not have is told what to use."""
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        words = instead_of_torchs(name)
+        if words is None:
+            raise
+        raise AttributeError(f"a ShardedModel has no {name!r}: {words}", name=name) from error
 
 
 def _with_signature_of(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
