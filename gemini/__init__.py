@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gemini.elsewhere import missing_in_gemini
+
 # The sister packages have short names, and a user's own `optim.py` or `sharding/` beside a script would win. Without
 # this check the first missing attribute would be reported, somewhere deep in gemini.
 for _name in ("optim", "sharding"):
@@ -293,7 +295,7 @@ def __getattr__(name: str) -> Any:
         if name in names:
             found = globals()[name] = getattr(import_module(module), name)
             return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing_in_gemini(name)
 
 
 def __dir__() -> list[str]:

@@ -420,7 +420,11 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 def check_dtype(name: str, dtype: torch.dtype | None, valid: tuple[torch.dtype, ...] = _DTYPES) -> None:
     """Raises ValueError unless weights can be of this dtype."""
     if dtype is not None and dtype not in valid:
-        raise ValueError(f"{name} must be None or one of {', '.join(map(str, valid))}, found {dtype!r}")
+        meant = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+        text = meant.get(str(dtype), dtype)
+        means = [each for each in valid if str(each) in (text, f"torch.{text}")]
+        advice = f": write {means[0]}" if means else ""
+        raise ValueError(f"{name} must be None or one of {', '.join(map(str, valid))}, found {dtype!r}{advice}")
 
 
 def check_device(name: str, device: Device) -> None:

@@ -181,7 +181,8 @@ class Accelerator(accelerate.Accelerator):
         # Nodes that have disks of their own have no folder in common, for which parts would be enough.
         self._saves_whole = save_whole_state or self.project_configuration.save_on_each_node
         self._saves_parts = False  # inside a `save_state` that does
-        self.register_save_state_pre_hook(self._save_parts)
+        self._in_parts: list[dict[str, Any]] = []  # what stands for a sharded model among the weights meanwhile
+        self._saving_parts = self.register_save_state_pre_hook(self._save_parts)
         self.register_load_state_pre_hook(self._load_parts)
         self._take_accumulation(window_of(config, self.num_processes))
         self._say(without_effect(config))
@@ -368,7 +369,10 @@ class Accelerator(accelerate.Accelerator):
         if not isinstance(model, ShardedModel):
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         if self._saves_parts:
-            return {}  # `_save_parts` takes it off the list of what is written
+            # Hooks of the script's count on one entry for each model, and may take it off the list of what is written.
+            # `_save_parts`, which comes last, takes off the others.
+            self._in_parts.append({})
+            return self._in_parts[-1]
         return model.state_dict(rank0_only=not self.project_configuration.save_on_each_node)
 
     def save_state(
@@ -396,18 +400,18 @@ class Accelerator(accelerate.Accelerator):
                     if isinstance(each, PreparedOptimizer):
                         writing.enter_context(each.showing(whole))
             self._saves_parts = not self._saves_whole
+            self._save_model_state_pre_hook.move_to_end(self._saving_parts.id)
             try:
                 folder: Path = super().save_state(output_dir, safe_serialization, **kwargs)
             finally:
-                self._saves_parts = False
+                self._saves_parts, self._in_parts = False, []
         return folder
 
     def _save_parts(self, models: list[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
         """Write sharded models with their optimizers, and take them off the list of what Accelerate writes."""
         if not self._saves_parts:
             return
-        plain = [its for model, its in zip(models, weights, strict=True) if not isinstance(model, ShardedModel)]
-        weights[:] = plain
+        weights[:] = [its for its in weights if not any(its is part for part in self._in_parts)]
         for number, model in enumerate(self._sharded_models()):
             save_shards(Path(output_dir, f"gemini_{number}"), model, self._optimizer_of(model))
 

@@ -222,7 +222,8 @@ def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> li
             raise ValueError(
                 f"param group {number} of {owner} has a parameter of shape {tuple(parameter.shape)} that is not this "
                 "model's: take model.parameters() of the wrapped model, without those of ignored_parameters=, which "
-                "an optimizer of their own trains"
+                "an optimizer of their own trains. What an adapter or a criterion brings is in the module before it is "
+                "wrapped"
             )
         # A frozen complex parameter is never updated. `model.parameters()` may bring it into a group.
         if managed.dtype.is_complex and parameter.requires_grad:
