@@ -17,6 +17,7 @@ from gemini.model.operators import original_of
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates, making_optimizer, take_states
 from gemini.optimizer.elementwise import resolve_update
+from gemini.optimizer.given import drop_states, refuse_taken, take_over
 from gemini.optimizer.state_dict import (
     check_optimizer_state,
     load_optimizer_state,
@@ -61,6 +62,7 @@ def check_inner(optimizer: torch.optim.Optimizer, sharded: type[torch.optim.Opti
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, sharded):
         raise TypeError(f"optimizer must be a plain torch optimizer, found {type(optimizer).__name__}")
     model.chunk_manager.refuse_second()
+    refuse_taken(optimizer)
     # State of a stepped optimizer would be lost. Adagrad has state with step 0 from the start. An entry without a step
     # count, such as that of SGD with momentum, comes from a step.
     if any(int(entry.get("step", 1)) for entry in optimizer.state.values()):
@@ -183,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         model: the `ShardedModel` whose parameters `optimizer` was made with, or `torch.compile` of it.
         optimizer: `HybridAdam(model.parameters(), ...)`, or a torch optimizer that works element by element. Its
-            `param_groups` become this optimizer's; its own state stays empty.
+            `param_groups` and hooks become this optimizer's, and its methods then act on this one.
         initial_scale: the loss scale of the first step.
         min_scale: the loss scale never falls below it.
         growth_factor: factor of the loss scale after `growth_interval` steps without a non-finite gradient.
@@ -246,10 +248,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group_of = agreed_groups(manager.step, optimizer)
             if gpu_margin_mem_ratio is not None:
                 model.trainability.change_margin(gpu_margin_mem_ratio)
-            optimizer.state.clear()  # Adagrad creates whole states in its constructor
+            drop_states(optimizer)
             super().__init__(optimizer.param_groups, optimizer.defaults)
-            # One list for both, so that a scheduler of `optimizer` sees groups that are added later.
-            optimizer.param_groups = self.param_groups
             self._chunk_states = ChunkStates(manager.params, update, self.param_groups, group_of)
             self.state = StateView(manager.step, self._chunk_states)  # type: ignore[assignment]
             self._scaling = Scaling(manager.grads, self._chunk_states, scale)
@@ -260,6 +260,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             how = self._chunk_states, update, self.param_groups, self._scaling, self._next, max_norm
             self._optimizer_step = OptimizerStep(model, *how)
             manager.attach(self._next)
+            take_over(optimizer, self)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close()` was called, so that the model is another optimizer's or nobody's."""
+        return self._manager.optimizer is not self._next
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`scale(loss).backward()`, for a loss of one element. Collective.
@@ -350,7 +356,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._next.reset_clipping()
 
     def _check_between_steps(self, what: str) -> None:
-        if self._manager.optimizer is not self._next:
+        if self.is_closed:
             raise GeminiError(f"{what} of an optimizer that was closed: use the model's present one")
         self._manager.step.check_idle(what)
         if self._manager.is_in_use:
@@ -432,7 +438,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Closing it again does nothing. Raises GeminiError inside a forward or backward.
         """
-        if self._manager.optimizer is not self._next:
+        if self.is_closed:
             return
         self._manager.step.check_idle("close()")
         with self._manager.step.publishing():
