@@ -445,20 +445,24 @@ class ChunkStates:
         return self._group_of.get(managed.index)
 
     @contextmanager
-    def adding_group(self, number: int, members: list[ManagedParameter]) -> Iterator[None]:
-        """Put parameters without a group into one. The block allocates their state; if it raises, both are undone."""
-        before = self._group_of
-        names_before = [list(state.flats) for state in self.by_chunk.values()]
-        # The members join before the block runs, because the plan that it makes counts the states which their group
+    def regrouping(self, groups: Sequence[dict[str, Any]], group_of: Mapping[int, int]) -> Iterator[None]:
+        """Have other param groups, and other members of them. The block allocates; if it raises, all is undone.
+
+        group_of: the param group of each parameter in a group, by parameter index.
+        """
+        before = [*self._param_groups], self._group_of
+        names_before = {index: list(state.flats) for index, state in self.by_chunk.items()}
+        # The members move before the block runs, because the plan that it makes counts the states which their group
         # needs.
-        self._regroup(before | {managed.index: number for managed in members})
+        self._regroup(groups, group_of)
         try:
             yield
         except BaseException:
             self.have_changed = True  # the plan may count the new members' states by now
-            self._regroup(before)
-            for state, names in zip(self.by_chunk.values(), names_before, strict=True):
-                state.free([name for name in state.flats if name not in names], self._params)
+            self._regroup(*before)
+            for index, state in self.by_chunk.items():
+                kept = names_before.get(index, [])
+                state.free([name for name in state.flats if name not in kept], self._params)
             raise
 
     def allocate_all(self) -> None:
@@ -468,10 +472,12 @@ class ChunkStates:
         for state in self.by_chunk.values():
             self._allocate_missing(state)
 
-    def _regroup(self, group_of: dict[int, int]) -> None:
-        self._group_of = group_of
+    def _regroup(self, groups: Sequence[dict[str, Any]], group_of: Mapping[int, int]) -> None:
+        # In place: the step and its updates have this list.
+        self._param_groups[:] = groups
+        self._group_of = dict(group_of)
         for state in self.by_chunk.values():
-            state.regroup(self._groups(state.chunk, group_of))
+            state.regroup(self._groups(state.chunk, self._group_of))
 
     def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
         """Bytes on the host of a chunk's state whose planned home is `home`."""

@@ -7,7 +7,8 @@ from its own, whose methods call those of the `ShardedOptimizer`. Both have the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 from weakref import ReferenceType, ref
@@ -26,16 +27,38 @@ _HOOKS = (
 )
 
 
+@dataclass(eq=False)
+class ShownGroups:
+    """The `param_groups` of an optimizer, which a script may edit or replace. A step finds that, and follows."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    def show(self, groups: list[dict[str, Any]]) -> None:
+        """`optimizer.param_groups = groups`."""
+        self.groups = groups
+
+
 class GivenOptimizer:
     """What an optimizer is once a `ShardedOptimizer` was made of it. Its methods are collective as those are."""
 
     _sharded: ReferenceType[Any]  # the `ShardedOptimizer`, which may be gone
+    _shown: ShownGroups  # its groups
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the `ShardedOptimizer`."""
+        return self._shown.groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._shown.show(groups)
 
     def take_for(self, sharded: Optimizer) -> None:
         """From now on the methods act on `sharded`, whose state and groups are shown."""
         self._sharded = ref(sharded)
-        # One list for both, so that a scheduler of this one sees groups that are added later.
-        self.param_groups, self.state = sharded.param_groups, sharded.state
+        # One for both, so that a scheduler of this one sees groups that are added later.
+        self._shown = cast(Any, sharded).shown_groups
+        self.state = sharded.state
         # A scheduler may have put its wrapper of the plain method there.
         vars(self).pop("step", None)
 
@@ -86,10 +109,11 @@ class GivenOptimizer:
 
 
 @cache
-def _given(kind: type[Optimizer]) -> type[Optimizer]:
+def _given(kind: Hashable) -> type[Optimizer]:
     """`kind` with the methods of `GivenOptimizer`, and its name: schedulers and logs ask for it."""
+    assert isinstance(kind, type)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (GivenOptimizer, kind), names)
+    return cast(type[Optimizer], type(kind.__name__, (GivenOptimizer, kind), names))
 
 
 def kind_of(optimizer: Optimizer) -> type[Optimizer]:
@@ -119,5 +143,5 @@ def take_over(optimizer: Optimizer, sharded: Optimizer) -> None:
     for name in _HOOKS:
         # The dicts themselves: the script may have handles to remove a hook from them.
         setattr(sharded, name, getattr(optimizer, name))
-    optimizer.__class__ = _given(kind_of(optimizer))
+    optimizer.__class__ = _given(cast(Hashable, kind_of(optimizer)))
     cast(Any, optimizer).take_for(sharded)

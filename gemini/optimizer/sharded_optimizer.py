@@ -17,7 +17,7 @@ from gemini.model.operators import original_of
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates, making_optimizer, take_states
 from gemini.optimizer.elementwise import resolve_update
-from gemini.optimizer.given import drop_states, refuse_taken, take_over
+from gemini.optimizer.given import ShownGroups, drop_states, refuse_taken, take_over
 from gemini.optimizer.state_dict import (
     check_optimizer_state,
     load_optimizer_state,
@@ -30,9 +30,9 @@ from gemini.optimizer.step import (
     ChunkOptimizer,
     LossScale,
     OptimizerStep,
+    ParamGroups,
     Scaling,
     StepReport,
-    add_group,
     agreed_groups,
     frozen_among,
     managed_of,
@@ -168,6 +168,9 @@ class _ParameterState(Mapping[str, Any]):
         return kept_optimizer_state(self._parameter, name)
 
 
+_ADD_ALIKE = "All ranks must add the same param group at the same step"
+
+
 # -- `ShardedOptimizer`: a torch optimizer over a `ShardedModel`'s chunks.
 #
 # It is what users call. A step is in step.py: one all-reduce summarises all gradients (norm, non-finite
@@ -249,18 +252,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if gpu_margin_mem_ratio is not None:
                 model.trainability.change_margin(gpu_margin_mem_ratio)
             drop_states(optimizer)
+            self.shown_groups = ShownGroups()
             super().__init__(optimizer.param_groups, optimizer.defaults)
-            self._chunk_states = ChunkStates(manager.params, update, self.param_groups, group_of)
+            # What is in force, until a step has seen what the script makes of the groups that are shown.
+            in_force = [*self.param_groups]
+            self._chunk_states = ChunkStates(manager.params, update, in_force, group_of)
             self.state = StateView(manager.step, self._chunk_states)  # type: ignore[assignment]
             self._scaling = Scaling(manager.grads, self._chunk_states, scale)
             prepare(manager.memory.device.device)
             take_states(model, self._chunk_states)
             # What the next step will apply.
             self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling, type(optimizer).__name__)
-            how = self._chunk_states, update, self.param_groups, self._scaling, self._next, max_norm
+            self._groups = ParamGroups(model, self._chunk_states, self.shown_groups, in_force)
+            how = self._chunk_states, update, in_force, self._scaling, self._next, max_norm, self._groups
             self._optimizer_step = OptimizerStep(model, *how)
             manager.attach(self._next)
             take_over(optimizer, self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups, as in torch: edits count from the next step on, on all ranks alike."""
+        return self.shown_groups.groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.shown_groups.show(groups)
 
     @property
     def is_closed(self) -> bool:
@@ -352,7 +368,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._manager.grads.refuse_discard()
         with self._manager.step.publishing():
-            self._manager.grads.end_step(Becomes.of(set_to_none), self._chunk_states.ungrouped())
+            self._manager.grads.end_step(Becomes.of(set_to_none), self._groups.ungrouped())
             self._next.reset_clipping()
 
     def _check_between_steps(self, what: str) -> None:
@@ -390,6 +406,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if scale is not None and "loss_scale" in state_dict:
                 scale.check_state(state_dict["loss_scale"])
             self._manager.step.check_idle("optimizer.load_state_dict()")
+            self._optimizer_step.follow_groups()
             checked = check_optimizer_state(self.model, self._chunk_states, self.param_groups, state_dict)
             load_optimizer_state(self.model, self._chunk_states, self.param_groups, checked)
             if scale is not None and "loss_scale" in state_dict:
@@ -412,6 +429,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             trainability.apply_flags()
             trainability.discard_state(frozen_among(self.model, parameters))
 
+    def follow_param_groups(self) -> None:
+        """Put edits of `param_groups` in force now, as every step does. Collective, between steps.
+
+        With `update_in_backward` edits need this call, since a backward updates before there is a step.
+
+        Raises ValueError for a parameter that is not the model's or is in two groups, BudgetError if the states do not
+        fit, and DivergenceError if ranks have edited otherwise; nothing has changed then.
+        """
+        self._manager.step.check_idle("follow_param_groups()")
+        with self._manager.step.publishing():
+            self._optimizer_step.follow_groups()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that are in no group yet, as in torch. Collective, between steps.
 
@@ -426,9 +455,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         step = self._manager.step
         step.check_idle("add_param_group()")
         with step.publishing():
+            self._optimizer_step.follow_groups()  # edits before it, of which the next line adds none
             super().add_param_group(param_group)
             try:
-                add_group(self.model, self._chunk_states, self.param_groups)
+                self._optimizer_step.follow_groups("new param group", _ADD_ALIKE)
             except BaseException:
                 self.param_groups.pop()
                 raise

@@ -238,8 +238,8 @@ MUTANTS = [
     Mutant(
         "a schedule of the plain optimizer does not see groups that are added",
         "GivenOptimizer.take_for",
-        "self.param_groups, self.state = sharded.param_groups, sharded.state",
-        "self.param_groups, self.state = list(sharded.param_groups), sharded.state",
+        "self._shown = cast(Any, sharded).shown_groups",
+        "self._shown = ShownGroups([*sharded.param_groups])",
         "tests/features/test_param_groups.py::test_a_schedule_of_the_plain_optimizer_moves_groups_that_are_added",
     ),
 ]
