@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class ChunkOptimizerState:
     tickets: Tickets = field(default_factory=Tickets)  # of all `flats`
     update_tier: Tier = field(init=False)  # on which updates run: what rests on the disk is brought to the host
     scalars: list[dict[str, Any] | None] = field(init=False)  # by position; None before the first update
+    num_updates: int = 0  # with `edits`, it tells which copies that users have read are stale
+    edits: Counter[tuple[int, str]] = field(default_factory=Counter)  # by position and name; "": of all names
     made: list[tuple[str, ...]] = field(init=False)  # by position: names of flat states that updates have created
 
     def __post_init__(self) -> None:
@@ -143,6 +146,7 @@ class ChunkOptimizerState:
         """Reset one parameter's state to that before its first update."""
         wait_on_tier(self.all_flats())
         position = managed.position
+        self.note_edit(position)
         self.scalars[position], self.made[position] = None, ()
         # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other
         # parameters.
@@ -153,6 +157,14 @@ class ChunkOptimizerState:
     def set_scalars(self, position: int, scalars: dict[str, Any]) -> None:
         """Give the parameter scalars of its own, as a state dict has them. Call `discard` before."""
         self.scalars[position] = scalars
+
+    def note_edit(self, position: int, name: str = "") -> None:
+        """A user has set a state or a scalar of a parameter, or, without a name, all of them."""
+        self.edits[position, name] += 1
+
+    def stamp(self, position: int, name: str) -> object:
+        """A value that is equal as long as nothing has changed this state or scalar."""
+        return id(self), self.num_updates, self.edits[position, ""], self.edits[position, name]
 
     def regroup(self, groups: Sequence[int | None]) -> None:
         """The parameters are in these param groups now, by position."""
@@ -230,6 +242,7 @@ class ChunkOptimizerState:
                     self.allocate([name], params)
                 if name not in each.room:  # else it was made there
                     self.flats[name][part].copy_(value)
+        self.num_updates += 1
         # All parameters of a run share its scalars from now on. A parameter that is cut into several runs is assigned
         # equal scalars several times, which counts one step.
         for each in updates:
@@ -317,6 +330,10 @@ class ChunkStates:
         """The flat states that a parameter has."""
         state = self.by_chunk.get(managed.chunk.index)
         return () if state is None else state.names(managed.position)
+
+    def note_write(self, managed: ManagedParameter, name: str) -> None:
+        """A user has set a state of a parameter. Local."""
+        self.by_chunk[managed.chunk.index].note_edit(managed.position, name)
 
     def scalars_of(self, managed: ManagedParameter) -> dict[str, Any] | None:
         """What is kept of a parameter beside flat states, such as its number of steps; None before its first update."""
@@ -428,9 +445,9 @@ class ChunkStates:
         if state is not None:
             state.discard(managed)
 
-    def entry_names(self, managed: ManagedParameter, groups: Sequence[Mapping[str, Any]]) -> EntryNames:
-        """The keys of a parameter's entry in a state dict whose param groups are `groups`."""
-        number = self._group_of[managed.index]
+    def entry_names(self, managed: ManagedParameter, groups: Sequence[Mapping[str, Any]] | None) -> EntryNames:
+        """The keys of a parameter's entry in a state dict whose param groups are `groups`; None: as they are here."""
+        number, groups = self._group_of[managed.index], groups or self._param_groups
         # Loaded hyperparameters decide which states an entry has: one of torch's Adam with `amsgrad=True` has a third
         # one.
         return self._update.entry_names({**self._param_groups[number], **groups[number]})

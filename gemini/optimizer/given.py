@@ -43,6 +43,7 @@ class GivenOptimizer:
 
     _sharded: ReferenceType[Any]  # the `ShardedOptimizer`, which may be gone
     _shown: ShownGroups  # its groups
+    _state_view: Any  # its states
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -58,9 +59,18 @@ class GivenOptimizer:
         self._sharded = ref(sharded)
         # One for both, so that a scheduler of this one sees groups that are added later.
         self._shown = cast(Any, sharded).shown_groups
-        self.state = sharded.state
+        self._state_view = sharded.state
         # A scheduler may have put its wrapper of the plain method there.
         vars(self).pop("step", None)
+
+    @property
+    def state(self) -> Any:
+        """Those of the `ShardedOptimizer`."""
+        return self._state_view
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        self._state_view.replace(states)
 
     @property
     def is_taken(self) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gemini.access.full_access import kept_optimizer_state
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.memory.modes import methods_never_traced
 from gemini.model.operators import original_of
@@ -23,9 +22,9 @@ from gemini.optimizer.state_dict import (
     load_optimizer_state,
     loads_with_hooks,
     saves_with_hooks,
-    scalar_of,
     whole_optimizer_state,
 )
+from gemini.optimizer.state_view import StateView
 from gemini.optimizer.step import (
     ChunkOptimizer,
     LossScale,
@@ -35,12 +34,9 @@ from gemini.optimizer.step import (
     StepReport,
     agreed_groups,
     frozen_among,
-    managed_of,
 )
 from gemini.optimizer.update import SCALES_LOSSES
-from gemini.runtime.chunk import ManagedParameter
 from gemini.runtime.grads import Becomes
-from gemini.runtime.step import Step
 from optim import prepare
 from optim.adam import refuse_unknown_arguments
 
@@ -97,75 +93,6 @@ def check_clipping(max_norm: float, norm_type: float) -> float:
     if checked is None:
         raise ValueError("max_norm must be a number, found None")
     return checked
-
-
-# -- `optimizer.state`: the parameters with state, and the names of their states. Reading a tensor gathers it.
-
-
-class StateView(Mapping[Tensor, Mapping[str, Any]]):
-    """The states by parameter. Only parameters that were updated or loaded count: torch looks at the length.
-
-    Of optimizers that keep nothing of a parameter, such as SGD without momentum, none counts, as in plain PyTorch.
-    """
-
-    def __init__(self, step: Step, states: ChunkStates) -> None:
-        self._step = step
-        self._states = states
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        for state in self._states.by_chunk.values():
-            for managed in state.chunk.parameters:
-                if self._state_of(managed) is not None:
-                    yield managed.parameter
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __getitem__(self, parameter: Tensor) -> Mapping[str, Any]:
-        """A view of one parameter's state, empty without state. Raises KeyError if it is not the model's."""
-        managed = managed_of(self._step, parameter)
-        if managed is None:
-            raise KeyError("not a parameter of this optimizer's ShardedModel")
-        # In plain PyTorch `optimizer.state` is a defaultdict of dicts, so a parameter without state reads as an empty
-        # one.
-        return self._state_of(managed) or {}
-
-    def __contains__(self, parameter: object) -> bool:
-        # `Mapping` would ask `__getitem__`, which also answers for parameters without state.
-        managed = managed_of(self._step, parameter)
-        return managed is not None and self._state_of(managed) is not None
-
-    def _state_of(self, managed: ManagedParameter) -> _ParameterState | None:
-        """A view of one parameter's state. None if it has none."""
-        state = self._states.by_chunk.get(managed.chunk.index)
-        scalars = None if state is None else state.scalars[managed.position]
-        if state is None or scalars is None:
-            return None
-        # As a mapping it is False if it is empty.
-        return _ParameterState(managed.parameter, scalars, state.names(managed.position)) or None
-
-
-class _ParameterState(Mapping[str, Any]):
-    """One parameter's scalars and whole tensors by name. Reading a tensor is collective and returns a copy."""
-
-    def __init__(self, parameter: nn.Parameter, scalars: Mapping[str, Any], names: tuple[str, ...]) -> None:
-        self._parameter = parameter
-        self._scalars = scalars
-        self._names = names
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._scalars
-        yield from self._names
-
-    def __len__(self) -> int:
-        return len(self._scalars) + len(self._names)
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self._scalars:
-            return scalar_of(name, self._scalars[name])
-        if name not in self._names:
-            raise KeyError(name)
-        return kept_optimizer_state(self._parameter, name)
 
 
 _ADD_ALIKE = "All ranks must add the same param group at the same step"
@@ -257,7 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # What is in force, until a step has seen what the script makes of the groups that are shown.
             in_force = [*self.param_groups]
             self._chunk_states = ChunkStates(manager.params, update, in_force, group_of)
-            self.state = StateView(manager.step, self._chunk_states)  # type: ignore[assignment]
+            self._state_view = StateView(model, self._chunk_states)
             self._scaling = Scaling(manager.grads, self._chunk_states, scale)
             prepare(manager.memory.device.device)
             take_states(model, self._chunk_states)
@@ -277,6 +204,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.shown_groups.show(groups)
+
+    @property
+    def state(self) -> Any:
+        """The states by parameter, as in torch. Reading a tensor is collective; edits are, and count."""
+        return self._state_view
+
+    @state.setter
+    def state(self, states: Mapping[Any, Any]) -> None:
+        # torch's constructor sets an empty one.
+        if hasattr(self, "_state_view"):
+            self._state_view.replace(states)
 
     @property
     def is_closed(self) -> bool:

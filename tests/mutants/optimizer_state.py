@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "the state of a frozen parameter shows None",
         "_ParameterState.__getitem__",
-        "return kept_optimizer_state(self._parameter, name)",
-        "return kept_optimizer_state(self._parameter, name) if self._parameter.requires_grad else None",
+        "kept_optimizer_state(managed.parameter, name)",
+        "kept_optimizer_state(managed.parameter, name) if managed.parameter.requires_grad else None",
         "tests/features/test_state_dicts.py::test_an_optimizers_state_is_a_view_by_parameter",
     ),
     Mutant(
