@@ -393,7 +393,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         step = self._manager.step
         step.check_idle("add_param_group()")
         with step.publishing():
-            self._optimizer_step.follow_groups()  # edits before it, of which the next line adds none
             super().add_param_group(param_group)
             try:
                 self._optimizer_step.follow_groups("new param group", _ADD_ALIKE)
