@@ -30,12 +30,12 @@ BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
         OPERATOR: (14, 556, 74, 9),
         "backward's fetch": (8, 196, 21, 6),
         "optimizer.step()": (39, 2032, 1631, 13),
-        STEP: (49, 3542, 2577, 15),
+        STEP: (49, 3602, 2577, 15),
     },
     (1, "fits"): {
         GRADIENT: (8, 205, 18, 9),
         "optimizer.step()": (40, 1881, 1367, 13),
-        STEP: (51, 3114, 1881, 15),
+        STEP: (51, 3172, 1881, 15),
     },
     (2, "tight"): {
         FETCH: (15, 756, 103, 9),
@@ -43,7 +43,7 @@ BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
         OPERATOR: (19, 1043, 258, 11),
         "backward's fetch": (21, 1030, 184, 12),
         "optimizer.step()": (43, 2102, 1439, 13),
-        STEP: (56, 4620, 4039, 17),
+        STEP: (56, 4682, 4039, 17),
     },
     (2, "fits"): {
         FETCH: (14, 490, 59, 9),
@@ -51,7 +51,7 @@ BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
         OPERATOR: (19, 776, 207, 11),
         "backward's fetch": (21, 989, 165, 12),
         "optimizer.step()": (46, 2160, 1600, 13),
-        STEP: (61, 4730, 3916, 17),
+        STEP: (61, 4794, 3916, 17),
     },
 }
 
