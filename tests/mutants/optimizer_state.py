@@ -19,7 +19,7 @@ MUTANTS = [
     ),
     Mutant(
         "a momentum buffer that is None is so for ever",
-        "_load_entry",
+        "load_entry",
         "if value is None:\n    continue",
         "",
         "tests/features/test_state_dict_forms.py::test_a_momentum_buffer_that_is_none_is_made_by_the_next_step",
