@@ -418,7 +418,7 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
             result = func(*plain_args, **plain_kwargs)
     finally:
         # No operation reports the write of a Python loop.
-        if name in _NO_OPERATIONS and args[0] is found[0]:
+        if name in NO_OPERATIONS and args[0] is found[0]:
             writes.note_write(0)
         written = {link: pair for i, (link, pair) in enumerate(wholes.items()) if i in writes.written}
         for source, _ in written.values():
@@ -531,7 +531,7 @@ def _refuse(what: str, gradient: ReducedGradient, *args: Any, **kwargs: Any) -> 
 
 
 # These functions write in a Python loop, which no schema describes.
-_NO_OPERATIONS = ("apply_", "map_", "map2_")
+NO_OPERATIONS = ("apply_", "map_", "map2_")
 _READS_DATA: set[Any] = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__get__: _detach,

@@ -353,6 +353,7 @@ class _Load:
             raise CheckpointError(
                 f"{self._source.folder} was saved without an optimizer: load it with weights_only=True"
             )
+        optimizer.follow_param_groups()  # the groups that are shown are those that the files are compared with
         chunk_optimizer = optimizer.chunk_optimizer
         if chunk_optimizer.scaling.active is not None and (scale := decode(fact.loss_scale)) is not None:
             chunk_optimizer.scaling.active.check_state(scale)

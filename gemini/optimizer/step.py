@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gemini.memory.modes import A_HOOK, never_traced
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import ElementwiseUpdate, group_in_words
+from gemini.optimizer.given import ShownGroups
 from gemini.optimizer.shards import GradientFactors
 from gemini.optimizer.summary import GradientSummary, SumsAhead, compare_settings, settings_of_step, summarize
 from gemini.optimizer.update import BackwardUpdates, ChunkUpdates
@@ -254,24 +256,84 @@ def agreed_groups(step: Step, optimizer: torch.optim.Optimizer) -> dict[int, int
     return {managed.index: number for number, its in enumerate(members) for managed in its}
 
 
-def add_group(model: ShardedModel, states: ChunkStates, groups: Sequence[dict[str, Any]]) -> None:
-    """Allocate the state of the members of the last group, which is new, in a plan that counts it. Collective.
+class ParamGroups:
+    """The param groups that are in force, beside those that the optimizer shows.
 
-    Raises ValueError for members that are not allowed, BudgetError if there is no room for the state, and
-    DivergenceError if ranks add different groups; nothing has changed then.
+    A script may edit the shown ones: move a parameter to another group, take it out, replace a group, or all of them.
+    What a step uses, the group of each parameter and its states, has to follow on all ranks together.
     """
-    step, number, group = model.chunk_manager.step, len(groups) - 1, groups[-1]
-    members = members_of(step, "ShardedOptimizer", number, group)
-    states.check_group(group)  # before any memory is allocated
-    words = group_in_words(number, members, group)
-    remedy = "All ranks must add the same param group at the same step"
-    with states.adding_group(number, members):
-        # Compared inside the block, so that a group in which ranks differ is undone on all of them.
-        step.communicator.agree(words.encode(), "new param group", remedy=remedy)
-        # The plan follows before the state takes memory: what it does not count would rest on the host of a model with
-        # a device budget.
-        model.trainability.follow_optimizer(f"new param group of {len(members)} parameters")
-        states.allocate_all()
+
+    def __init__(
+        self, model: ShardedModel, states: ChunkStates, shown: ShownGroups, in_force: list[dict[str, Any]]
+    ) -> None:
+        """in_force: the list that `states` and the step read."""
+        self._model = model
+        self._states = states
+        self._shown = shown
+        self._in_force = in_force
+        self._members = _members_now(in_force)  # as they were at the last look
+
+    def are_edited(self) -> bool:
+        """Whether the script has edited the groups or their members since they came in force. Local."""
+        shown, in_force = self._shown.groups, self._in_force
+        # By identity, in C: a model may have thousands of parameters, and each step looks.
+        if len(shown) != len(in_force) or not all(map(is_, shown, in_force)):
+            return True
+        now = _members_now(shown)
+        return any(
+            len(its) != len(before) or not all(map(is_, its, before))
+            for its, before in zip(now, self._members, strict=True)
+        )
+
+    def ungrouped(self) -> dict[int, list[bool]]:
+        """`ChunkStates.ungrouped` of the groups that are shown. Local."""
+        if not self.are_edited():
+            return self._states.ungrouped()
+        step = self._model.chunk_manager.step
+        found = (managed_of(step, each) for group in self._shown.groups for each in group["params"])
+        members = {managed.index for managed in found if managed is not None}
+        flags = {
+            index: [managed.index not in members for managed in state.chunk.parameters]
+            for index, state in self._states.by_chunk.items()
+        }
+        return {index: its for index, its in flags.items() if any(its)}
+
+    def follow(self, what: str = "edited param groups", remedy: str = "All ranks must edit param groups alike") -> None:
+        """Put the shown groups in force, with memory for the states that they need. Collective if they are edited.
+
+        Raises ValueError for members that are not allowed, BudgetError if there is no room for the state, and
+        DivergenceError if ranks edit otherwise; nothing has changed then.
+        """
+        if not self.are_edited():
+            return
+        step, groups = self._model.chunk_manager.step, self._shown.groups
+        members = [members_of(step, "ShardedOptimizer", number, group) for number, group in enumerate(groups)]
+        group_of: dict[int, int] = {}
+        for number, its in enumerate(members):
+            for managed in its:
+                if managed.index in group_of:
+                    raise ValueError(
+                        f"{managed.name!r} is in param groups {group_of[managed.index]} and {number}: take it out of "
+                        "one of them"
+                    )
+                group_of[managed.index] = number
+        for group in groups:
+            self._states.check_group(group)  # before any memory is allocated
+        words = [
+            group_in_words(number, its, group) for number, (its, group) in enumerate(zip(members, groups, strict=True))
+        ]
+        with self._states.regrouping(groups, group_of):
+            # Compared inside the block, so that groups in which ranks differ are undone on all of them.
+            step.communicator.agree("\n".join(words).encode(), what, remedy=remedy)
+            # The plan follows before the state takes memory: what it does not count would rest on the host of a model
+            # with a device budget.
+            self._model.trainability.follow_optimizer(f"{what}: {len(group_of)} parameters in {len(groups)}")
+            self._states.allocate_all()
+        self._members = _members_now(groups)
+
+
+def _members_now(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    return [[*group["params"]] for group in groups]
 
 
 # -- Refuses, before a step changes anything, parameters that the user expects to be trained and that would not be.
@@ -428,6 +490,7 @@ class OptimizerStep:
         scaling: Scaling,
         factors: ChunkOptimizer,
         max_norm: float | None,
+        groups: ParamGroups,
     ) -> None:
         """max_norm: every step clips to it for which no other clip is requested. None: no clipping."""
         self.grad_norm: Tensor | None = None
@@ -436,6 +499,7 @@ class OptimizerStep:
         self._manager = manager = model.chunk_manager
         self._states = states
         self._param_groups = param_groups
+        self._groups = groups
         self._scaling = scaling
         self._next = factors  # what the next step will apply
         self._max_norm = max_norm
@@ -445,7 +509,7 @@ class OptimizerStep:
         self._transfer, self._work = manager.memory.transfer, manager.memory.work
         self._in_backward = None
         if model.settings.frees_gradients(manager.communicator.world_size):
-            self._in_backward = BackwardUpdates(manager.step, self._updates, states, self._settings)
+            self._in_backward = BackwardUpdates(manager.step, self._updates, states, self._settings, groups.are_edited)
         self._homes = manager.grads.homes
         self._homes.update_with(self._in_backward)
         self._ahead = SumsAhead(self._work) if defers else None
@@ -464,6 +528,7 @@ class OptimizerStep:
                 "while they come: wrap the model without it"
             )
         with self._manager.step.publishing():
+            self.follow_groups()
             self._next.requested = (max_norm, norm_type)
             self._collect()
             summary = self._summarize(norm_type)
@@ -478,9 +543,10 @@ class OptimizerStep:
             self._updates.finish()
         self._times_ms = tuple(1e3 * seconds for seconds in self._work.pop_times())
         # Everything that may be refused is checked first, while no rank has changed anything.
-        self._updates.refuse_bad_hyperparameters()
         if self._in_backward is not None:
             self._in_backward.refuse_other_settings()
+        self.follow_groups()
+        self._updates.refuse_bad_hyperparameters()
         refuse_ungrouped(self._model, self._states)
         step.before_update()
         self._collect()
@@ -499,6 +565,13 @@ class OptimizerStep:
             self._manager.micro_batches.note_step(summary.num_backwards)
             self.grad_norm = grad_norm.fill_(self._true_norm(summary))
             self._update_all(summary, max_norm)
+
+    def follow_groups(self, *words: str) -> None:
+        """Put edits of the param groups in force, see `ParamGroups.follow`. Collective."""
+        if self._groups.are_edited():
+            # States may move, and the thread may still update what they are of.
+            self._updates.finish()
+            self._groups.follow(*words)
 
     def give_back(self) -> None:
         """The optimizer is closed: backwards use no gradient any more. Local."""

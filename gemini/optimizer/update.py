@@ -483,8 +483,16 @@ SCALES_LOSSES = (
 class BackwardUpdates:
     """The updates that the backwards of one model carry out (`UpdatesInBackward`)."""
 
-    def __init__(self, step: Step, updates: ChunkUpdates, states: ChunkStates, settings: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        step: Step,
+        updates: ChunkUpdates,
+        states: ChunkStates,
+        settings: Callable[[], str],
+        are_groups_edited: Callable[[], bool],
+    ) -> None:
         """settings: the optimizer's, in words."""
+        self._are_groups_edited = are_groups_edited
         self.sums = UsedSums()
         self._settings = settings
         self._settings_then = ""
@@ -501,12 +509,22 @@ class BackwardUpdates:
             raise GeminiError(f"a backward under no_sync() adds up gradients, {_USES_UP}")
         if grads.are_used:
             raise GeminiError(f"a second backward before optimizer.step() adds up gradients, {_USES_UP}")
+        if self._are_groups_edited():
+            raise GeminiError(
+                "param_groups were edited since the last step, and a backward with update_in_backward=True cannot "
+                "follow, as states may move: call optimizer.follow_param_groups() after the edit, on every rank"
+            )
         self.sums.discard_sums()  # of a backward whose gradients were discarded
         self._updates.prepare()
         self._settings_then = self._settings()
 
     def refuse_other_settings(self) -> None:
         """Raises GeminiError if hyperparameters have changed since the backward, which has used those before."""
+        if self._step.grads.are_used and self._are_groups_edited():
+            raise GeminiError(
+                "param_groups were edited between backward() and step(), and update_in_backward=True has updated with "
+                "those before: edit them after the step, and call optimizer.follow_param_groups()"
+            )
         now = self._settings()
         if self._step.grads.are_used and now != self._settings_then:
             raise GeminiError(

@@ -60,6 +60,9 @@ class StateStore(Protocol):
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
         """The names of a parameter's states; empty if they have no memory."""
 
+    def note_write(self, managed: ManagedParameter, name: str) -> None:
+        """A user has set a state of a parameter: copies that were read before are stale."""
+
     def region_of(self, chunk: Chunk, name: str) -> Region:
         """(optim_numel,) the state where it rests; zeros if this rank has no memory for it yet."""
 
