@@ -15,7 +15,7 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -207,6 +207,8 @@ ALL_ALIKE = (
     "All ranks must run the same operators in the same order: look for code that differs by rank. If a module there "
     "chooses among its children by data, mark it with gemini.set_leaf_module() before it is wrapped"
 )
+IN_BACKWARD, IN_STEP = "backward", "the optimizer step"
+"""How the words for a place in a step begin, or what they are."""
 _num_watches: Counter[tuple[int, ...]] = Counter()  # by the global ranks that take part
 
 
@@ -457,8 +459,9 @@ class Watchdog:
             raise error
 
     def _raise_diverged(self, places: dict[int, tuple[str, str]]) -> NoReturn:
-        words = "; ".join(f"rank {rank} waits at {place}" for rank, (_, place) in sorted(places.items()))
-        error = DivergenceError(f"ranks took different ways: {words}. {ALL_ALIKE}")
+        at = {rank: place for rank, (_, place) in sorted(places.items())}
+        words = "; ".join(f"rank {rank} waits at {place}" for rank, place in at.items())
+        error = DivergenceError(f"ranks took different ways: {words}. {advice(at)}")
         self.publish(error)
         raise error
 
@@ -497,6 +500,18 @@ def _completes(work: dist.Work, seconds: float) -> bool:
             time.sleep(_MEET_POLL_S)
     work.wait()
     return True
+
+
+def advice(places: Mapping[int, str]) -> str:
+    """What to do about ranks that have diverged. places: where each rank is, in words, by rank."""
+    behind = [rank for rank, place in places.items() if f"{IN_BACKWARD} of " in place]
+    ahead = [rank for rank, place in places.items() if IN_STEP in place]
+    if not (behind and ahead):
+        return ALL_ALIKE
+    return (
+        f"If rank {ahead[0]} made no backward because its loss had no graph to the model, as for a batch in which "
+        f"everything is masked, add 0 * output.sum() of the model's output to the loss, on every rank. {ALL_ALIKE}"
+    )
 
 
 def _contradict(places: dict[int, tuple[str, str]]) -> bool:

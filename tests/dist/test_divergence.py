@@ -9,6 +9,7 @@ from tests.dist import divergence_cases, view_cases
 from tests.harness.ranks import RankPool
 
 IN_STEP = ["forward", "backward", "touch in forward", "skipped backward", "skipped step", "read gradient"]
+NO_GRAPH = "loss without a graph"
 OUTSIDE = ["outside a step", "evaluation", "outside, one rank only"]
 NAMES = {
     "forward": ["forward of layers.3", "forward of layers."],
@@ -17,13 +18,18 @@ NAMES = {
     "outside a step": ["use of a parameter of layers."],
     "evaluation": ["forward of layers.0", "forward of layers.4"],
     "skipped step": ["the optimizer step"],
+    NO_GRAPH: ["If rank 1 made no backward because its loss had no graph", "add 0 * output.sum()"],
     "read gradient": ["the optimizer step", "all-gather of chunk"],
 }
 
 
 @pytest.mark.parametrize(
     ("stage", "ways"),
-    [(3, IN_STEP + OUTSIDE), pytest.param(2, ["skipped step", "read gradient"], marks=pytest.mark.soak)],
+    [
+        (3, [*IN_STEP, *OUTSIDE, NO_GRAPH]),
+        (2, [NO_GRAPH]),
+        pytest.param(2, ["skipped step", "read gradient"], marks=pytest.mark.soak),
+    ],
 )
 def test_ranks_that_take_different_ways_all_name_both_and_use_nothing(
     ranks: RankPool, stage: int, ways: list[str]
