@@ -114,7 +114,7 @@ class ScheduleReplay:
         if self.follows:
             expected, position = self._expected.get(self._kind, []), len(self._made) - 1
             # Once left, the schedule stays left until the pass ends: what follows would be compared at shifted places.
-            self.follows = position < len(expected) and expected[position] == collective
+            self.follows = expected[position : position + 1] == [collective]
         return self.follows
 
 

@@ -119,6 +119,10 @@ def test_different_arguments_are_refused_with_what_differs(ranks: RankPool) -> N
         "budget": [" model_data_memory=", "against model_data_memory="],
         "shape": ["differs between rank 0 and rank 1: parameter 'layers.0.weight' of shape (32, 32)", "shape (33, 32)"],
         "frozen": ["parameter 'layers.0.weight'", "True", "False"],
+        "buffer": ["built in a ZeroInitContext: nothing against buffer 'mean' of shape (5,), torch.float32"],
+        "buffer's shape": ["buffer 'mean' of shape (5,), torch.float32 against buffer 'mean' of shape (6,)"],
+        "disk on one rank": ["disk_path=a folder against disk_path=None"],
+        "folder": ["accepted"],
     }
     exits = ranks(2).run(divergence_cases.different_arguments, fresh=True, forked=True, timeout_s=90)
     for one in exits:
