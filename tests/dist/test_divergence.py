@@ -1,11 +1,18 @@
 """Ranks that take different ways are told apart, never mixed up; what one rank alone refers to changes nothing."""
 
+import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from gemini import ShardedModel
+from gemini.ranks import watchdog
 from tests.dist import divergence_cases, view_cases
+from tests.harness.on_ranks import on_ranks
 from tests.harness.ranks import RankPool
 
 IN_STEP = ["forward", "backward", "touch in forward", "skipped backward", "skipped step", "read gradient"]
@@ -132,3 +139,35 @@ def test_different_arguments_are_refused_with_what_differs(ranks: RankPool) -> N
             assert all(word in said[what] for word in wanted), (what, said[what])
         assert said["one too small"].startswith("DivergenceError"), "a budget is an argument, and all give the same"
         assert said["too small"].startswith("BudgetError")
+
+
+class Tells(logging.Handler):
+    """Notes what is logged, and lets the other rank go on."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        self.key = key
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        dist.distributed_c10d._get_default_store().set(self.key, "")
+
+
+@on_ranks(2)
+def test_a_rank_that_uses_the_model_alone_is_told_how_not_to(rank: int, world_size: int) -> None:
+    """The other rank waits somewhere else, as in a collective of Accelerate's, until this one has been told."""
+    model, handler = ShardedModel(nn.Linear(8, 8), device="emulated"), Tells("rank 0 was told")
+    logging.getLogger("gemini").addHandler(handler)
+    try:
+        with mock.patch.multiple(watchdog, POLL_S=0.05, DIVERGED_AFTER_S=0.0, ALONE_AFTER_S=0.0), torch.no_grad():
+            if rank == 1:
+                dist.distributed_c10d._get_default_store().wait([handler.key])
+            model(torch.ones(2, 8))
+    finally:
+        logging.getLogger("gemini").removeHandler(handler)
+    if rank == 0:
+        (words,) = [each for each in handler.said if "uses the model alone" in each]
+        assert "rank 1 is in no collective of the model" in words
+        assert "gathered_for_generation()" in words
+    model.close()
