@@ -208,7 +208,8 @@ _SPIN_S = 0.002
 _DIVERGED = f"{DivergenceError.__name__}: "
 ALL_ALIKE = (
     "All ranks must run the same operators in the same order: look for code that differs by rank. If a module there "
-    "chooses among its children by data, mark it with gemini.set_leaf_module() before it is wrapped"
+    "chooses by data among its children, or among experts in one tensor, mark its class with "
+    "gemini.set_leaf_module(model, [TheClass]) before the model is wrapped"
 )
 IN_BACKWARD, IN_STEP = "backward", "the optimizer step"
 """How the words for a place in a step begin, or what they are."""
