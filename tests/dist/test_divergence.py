@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gemini import ShardedModel
+from gemini import DivergenceError, ShardedModel, set_leaf_module
 from gemini.ranks import watchdog
 from tests.dist import divergence_cases, view_cases
 from tests.harness.on_ranks import on_ranks
@@ -170,4 +170,42 @@ def test_a_rank_that_uses_the_model_alone_is_told_how_not_to(rank: int, world_si
         (words,) = [each for each in handler.said if "uses the model alone" in each]
         assert "rank 1 is in no collective of the model" in words
         assert "gathered_for_generation()" in words
+    model.close()
+
+
+class Experts(nn.Module):
+    """Experts in parameters of three dimensions, of which each rank uses those that its rows choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 6, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(6, 32, 48) / 6), nn.Parameter(torch.randn(6, 48, 32) / 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, chosen = self.router(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique():
+            row, place = (chosen == expert).nonzero(as_tuple=True)
+            out.index_add_(0, row, (x[row] @ self.up[expert]).tanh() @ self.down[expert] * weight[row, place][:, None])
+        return out
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_experts_in_one_tensor_are_named_with_the_mark_that_they_need(
+    rank: int, world_size: int, is_marked: bool
+) -> None:
+    module = nn.Sequential(nn.Linear(32, 32), Experts(), Experts(), nn.Linear(32, 8))
+    if is_marked:
+        set_leaf_module(module, [Experts])
+    model = ShardedModel(module, device="emulated")
+    rows = torch.randn(6, 32, generator=torch.Generator().manual_seed(rank)) * (1 + rank)
+    if is_marked:
+        model(rows).square().mean().backward()
+    else:
+        with (
+            mock.patch.multiple(watchdog, POLL_S=0.25, DIVERGED_AFTER_S=0.5, UNCHANGED_S=1.5),
+            pytest.raises(DivergenceError, match=r"experts in one tensor, mark its class with gemini.set_leaf_module"),
+        ):
+            model(rows).square().mean().backward()
     model.close()
