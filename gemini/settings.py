@@ -155,7 +155,8 @@ class Settings:
         host_memory: bytes that chunks may take on the host. None: what is free.
         disk_path: a folder on a local disk for masters and optimizer state that find no room on the host, or for all of
             them with tensor_placement_policy="disk". Each rank has a file there that nobody else sees and that ends
-            with the process. Results do not change. None: nothing rests on a disk.
+            with the process; ranks may have folders of other names. Results do not change. None: nothing rests on a
+            disk.
         disk_memory: bytes that chunks may take there. None: what is free.
         disk_optim_frac: of the masters and optimizer state that would rest on the host, the fraction that rests on the
             disk at least, from the last chunk on. None: none, but with the policy "disk" all.
@@ -309,6 +310,8 @@ class Settings:
         # These two are compared by name: the repr of an object has its address, which differs between ranks.
         values["shard_strategy"] = type(resolve_strategy(self.shard_strategy)).__name__
         values["tensor_placement_policy"] = self.policy.name
+        # Ranks of several nodes may have folders of other names, each node its own scratch.
+        values["disk_path"] = None if self.disk_path is None else "a folder"
         return tuple(f"{name}={value}" for name, value in values.items() if name not in _OF_THIS_RANK)
 
     def _of_policy(self) -> dict[str, float]:

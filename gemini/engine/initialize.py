@@ -488,7 +488,9 @@ def agreed(make: Callable[[int], Config], group: dist.ProcessGroup | None) -> Co
     try:
         # `canonical` is inside because it takes the `repr` of objects of the user's, which may raise.
         config = make(collectives.world_size)
-        words = _GOOD + config.canonical().encode()
+        # Ranks of several nodes may have folders of other names, each node its own scratch.
+        place = None if config.disk_path is None else "a folder"
+        words = _GOOD + config.model_copy(update={"disk_path": place}).canonical().encode()
     except Exception as found:
         # Any exception must reach the other ranks, which would wait for this one otherwise.
         error = found

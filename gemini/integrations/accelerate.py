@@ -40,6 +40,7 @@ from gemini.integrations.shared import (
 )
 from gemini.launch import launched_config
 from gemini.log import get_dist_logger
+from gemini.model.plain import GatheredParameters
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 
@@ -359,6 +360,28 @@ class Accelerator(accelerate.Accelerator):
         """
         unwrapped = model.module if isinstance(model, ShardedModel) else model
         return super().unwrap_model(unwrapped, keep_fp32_wrapper, keep_torch_compile)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def gathered_for_generation(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Inside, all weights are whole on every rank, so that one rank alone may call the model, as to sample.
+
+        Every rank enters and leaves it: collective. model: as `prepare` returned it, or as it was given. Yields the
+        module that was given to `prepare`. Raises SlotError if the weights do not fit together into the model's slots.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(8, 1))
+            >>> with accelerator.gathered_for_generation(model) as module, torch.no_grad():
+            ...     if accelerator.is_main_process:
+            ...         sample = module(torch.ones(1, 8))
+        """
+        module = model.module if isinstance(model, ShardedModel) else model
+        its = next((each for each in self._sharded_models() if each.module is module), None)
+        if its is None:
+            yield module
+            return
+        with GatheredParameters(its):
+            yield module
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole weights on rank 0, and nothing on the others, as with Accelerate's FSDP. Collective.

@@ -13,9 +13,11 @@ from gemini.checkpoint.loading import load_checkpoint
 from gemini.checkpoint.saving import save_checkpoint
 from gemini.engine.config import Config
 from gemini.errors import CheckpointError, ConfigError, UnsupportedError
+from gemini.log import get_dist_logger
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.settings import Weights
+from sharding import Collectives
 
 # -- What a library's mixed precision means for a sharded model: the dtype of its weights, and casts around it.
 #
@@ -100,6 +102,21 @@ def refuse_unknown_ranks(known: int, whose: str, remedy: str) -> None:
             f"there are {ranks} ranks, of which {whose} knows {known}: each would train on all of the data and write "
             f"the same files. On a machine without a GPU {remedy}"
         )
+
+
+def folder_of_rank_0(folder: str) -> str:
+    """Rank 0's name of a folder that all ranks write into, where the time may be a part of the name. Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return folder
+    named = [name.decode() for name in Collectives(dist.group.WORLD).all_gather_bytes(folder.encode())]
+    other = next((rank for rank, name in enumerate(named) if name != named[0]), None)
+    if other is not None:
+        get_dist_logger().warning(
+            f"output_dir differs by rank: {named[0]!r} on rank 0, {named[other]!r} on rank {other}. All ranks use rank "
+            "0's; a name with the time in it is made on rank 0 and broadcast",
+            ranks=[0],
+        )
+    return named[0]
 
 
 @contextmanager

@@ -30,7 +30,14 @@ from gemini.engine.config.config import SETTINGS, OptimizerConfig
 from gemini.engine.initialize import Source, agreed_config, scheduler_of
 from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError, UnsupportedError
-from gemini.integrations.shared import ending_together, load_shards, mixed_weights, refuse_unknown_ranks, save_shards
+from gemini.integrations.shared import (
+    ending_together,
+    folder_of_rank_0,
+    load_shards,
+    mixed_weights,
+    refuse_unknown_ranks,
+    save_shards,
+)
 from gemini.launch import launched_config
 from gemini.log import get_dist_logger
 from gemini.model.plain import GatheredParameters
@@ -420,6 +427,8 @@ class ShardedTraining(_Trainer):
         # The Trainer's own default: the checks below come before the Trainer makes it.
         args = default_arguments(init, model) if args is None else args
         refuse_unsupported(args, model)
+        if not args.save_on_each_node:
+            args.output_dir = folder_of_rank_0(args.output_dir)
         self._sharded: ShardedModel | None = None
         self._source = launched_config() if config is None else config
         self.sharding = self._read(args, _SOME_STEPS)

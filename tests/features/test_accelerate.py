@@ -243,6 +243,21 @@ def test_whole_models_are_saved_as_their_own_class_and_tied_weights_once(rank: i
     model.close()
 
 
+@on_ranks(1, 2)
+def test_one_rank_alone_samples_with_gathered_weights(rank: int, world_size: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    plain = build()
+    module, wanted = build(), plain(inputs(0)).detach()
+    model, head = accelerator.prepare(module, nn.Linear(2, 2))
+    for given in (model, module):
+        with accelerator.gathered_for_generation(given) as whole, torch.no_grad():
+            assert whole is module
+            if accelerator.is_main_process:
+                assert torch.equal(whole(inputs(0)), wanted)
+    model.close()
+    head.close()
+
+
 @on_ranks(2)
 def test_who_cannot_write_a_state_tells_every_rank(rank: int, world_size: int) -> None:
     script = Script(_ours())
