@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gemini.errors import BudgetError
+from gemini.memory.arena import HostTier
 from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Tickets, wait_on_tier
 from gemini.model.sharded_model import ShardedModel
@@ -21,7 +22,7 @@ from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate, ShardView, runs_of
 from gemini.placement.budget import check_host_room_for_steps
 from gemini.placement.demand import Kind, StateHome, Tier, update_tier
-from gemini.placement.plan import has_room_for
+from gemini.placement.plan import Plan, has_room_for
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.params import ParamStore
@@ -577,7 +578,7 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
             # Gradients and masters come first, and map the host memory of the optimizer state in one piece with theirs.
             training.allocate(states.missing_host_bytes(homes))
             states.add_all(homes)
-            check_host_room_for_steps(plan, host.ledger.total_bytes)
+            check_host_room_for_steps(plan, host.ledger.total_bytes - _sums_beside(plan, host))
             if stays_on_device and device.num_shortages > num_shortages:
                 error = BudgetError("device: no memory for optimizer state", tier=Tier.DEVICE, is_shortage=True)
         except BudgetError as refusal:
@@ -593,6 +594,12 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
         # The plan's gradient slots have no memory yet: their next use allocates it.
         manager.step.payloads.miss_room()
     return error
+
+
+def _sums_beside(plan: Plan, host: HostTier) -> int:
+    """Bytes of gradients that earlier steps have taken on the host beside the plan. Steps to come use them again."""
+    planned = plan.placement.bytes_by_kind(plan.demand, Tier.HOST)[Kind.GRAD]
+    return max(0, host.ledger.bytes_by_kind[Kind.GRAD] - planned)
 
 
 def _give_back(manager: ChunkManager, states: ChunkStates, training_was_there: bool) -> None:
