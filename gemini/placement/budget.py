@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gemini.errors import BudgetError
-from gemini.placement.demand import FLOAT32, Kind, ModelSpec
+from gemini.placement.demand import FLOAT32, Kind, ModelSpec, Tier
 from gemini.settings import Settings
 
 if TYPE_CHECKING:
@@ -292,6 +292,33 @@ def check_host_room_for_steps(plan: Plan, held_bytes: int | None = None) -> None
             tier="host",
             needed_bytes=held + passing,
             budget_bytes=there,
+        )
+
+
+def check_room_at_rest(plan: Plan, resting: Mapping[int, int], held_bytes: int) -> None:
+    """Raises BudgetError if gradients of which the plan has no home, and that no backward uses up, find no room.
+
+    resting: their bytes by chunk index. held_bytes: what rests on the host by now.
+    """
+    if plan.budget.host is None:
+        return
+    spare, on_host = None if plan.budget.device is None else plan.budget.device - plan.device_bytes, 0
+    for index, num_bytes in resting.items():
+        # As in a run, the host takes what finds no room on the device.
+        if plan.placement.homes[index][Kind.GRAD] is Tier.DEVICE and (spare is None or num_bytes <= spare):
+            spare = None if spare is None else spare - num_bytes
+        else:
+            on_host += num_bytes
+    needed = held_bytes + on_host
+    if on_host and needed > plan.budget.host:
+        raise BudgetError(
+            f"host: {needed} bytes of model data do not fit into the budget of {plan.budget.host} bytes: {held_bytes} "
+            f"at rest, and {on_host} of gradients of parameters in no param group, which update_in_backward=True does "
+            "not use up. Allow more with host_memory=, or more of the device with model_data_memory= or "
+            "device_memory=, or freeze these parameters until they join a group",
+            tier="host",
+            needed_bytes=needed,
+            budget_bytes=plan.budget.host,
         )
 
 
