@@ -255,8 +255,9 @@ class Migration:
             if before is not target or keeps != had_slot:
                 move = partial(self._move_weights, chunk, target, keeps)
                 # What leaves a kept slot for a home on the device makes room there: it goes with what leaves.
-                first = had_slot and target is Tier.DEVICE
-                yield _Move(before, Tier.DISK if first else target, 0 if first else sizes[Kind.PARAM], move)
+                leaves_slot = had_slot and target is Tier.DEVICE
+                to, num_bytes = (Tier.HOST, 0) if leaves_slot else (target, sizes[Kind.PARAM])
+                yield _Move(before, to, num_bytes, move)
             master = chunk.homes.get(Kind.MASTER)
             target = homes.get(Kind.MASTER, target)
             if master is not None and master.tier is not target:

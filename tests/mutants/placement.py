@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "gradients that pass through the host are found out in the first backward",
         "_try_states",
-        "check_host_room_for_steps(plan, host.ledger.total_bytes)",
+        "check_host_room_for_steps(plan, held)",
         "",
         "tests/features/test_host_room.py::test_gradients_that_pass_through_the_host_are_counted_before_a_step",
     ),
