@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from gemini.errors import BudgetError
+from gemini.memory.arena import HostTier
 from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Tickets, wait_on_tier
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate, ShardView, runs_of
-from gemini.placement.budget import check_host_room_for_steps
+from gemini.placement.budget import check_host_room_for_steps, check_room_at_rest
 from gemini.placement.demand import Kind, StateHome, Tier, update_tier
-from gemini.placement.plan import has_room_for
+from gemini.placement.plan import Plan, has_room_for
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.params import ParamStore
@@ -435,6 +436,18 @@ class ChunkStates:
         self._fp16.pop(chunk.index, None)
         state.free(list(state.flats), self._params)
 
+    def resting_bytes(self, plan: Plan) -> dict[int, int]:
+        """Bytes of gradients that rest until a step and have no home in `plan`, by chunk: of parameters in no group."""
+        return {
+            index: state.chunk.optim_numel * state.chunk.gradient_dtype.itemsize
+            for index, state in sorted(self.by_chunk.items())
+            if None in state.groups and plan.demand.chunks[index].frees_gradient
+        }
+
+    def tier_of(self, chunk: Chunk) -> Tier:
+        """The tier on which a chunk's state rests."""
+        return self.by_chunk[chunk.index].tier
+
     def migrate(self, chunk: Chunk, home: StateHome) -> None:
         """Move a chunk's state to `home`, or to the host if the device is full."""
         self.by_chunk[chunk.index].migrate(home, self._params)
@@ -600,7 +613,9 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
             # Gradients and masters come first, and map the host memory of the optimizer state in one piece with theirs.
             training.allocate(states.missing_host_bytes(homes))
             states.add_all(homes)
-            check_host_room_for_steps(plan, host.ledger.total_bytes)
+            held = host.ledger.total_bytes - _sums_beside(plan, host)
+            check_host_room_for_steps(plan, held)
+            check_room_at_rest(plan, states.resting_bytes(plan), held)
             if stays_on_device and device.num_shortages > num_shortages:
                 error = BudgetError("device: no memory for optimizer state", tier=Tier.DEVICE, is_shortage=True)
         except BudgetError as refusal:
@@ -616,6 +631,12 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
         # The plan's gradient slots have no memory yet: their next use allocates it.
         manager.step.payloads.miss_room()
     return error
+
+
+def _sums_beside(plan: Plan, host: HostTier) -> int:
+    """Bytes of gradients that earlier steps have taken on the host beside the plan. Steps to come use them again."""
+    planned = plan.placement.bytes_by_kind(plan.demand, Tier.HOST)[Kind.GRAD]
+    return max(0, host.ledger.bytes_by_kind[Kind.GRAD] - planned)
 
 
 def _give_back(manager: ChunkManager, states: ChunkStates, training_was_there: bool) -> None:

@@ -54,7 +54,7 @@ class Gradients:
                 )
                 home = plan.placement.homes[index][Kind.GRAD] if has_home else None
                 dtypes = chunks[index].dtypes
-                has_sums = plan.demand.micro_batches > 1 and dtypes.widens
+                has_sums = plan.demand.holds_sums and dtypes.widens
                 wide = home if has_sums else None
                 sums = SumRule.of(plan.world_size, dtypes.weight.itemsize, rests_as_is=dtypes.rest == dtypes.weight)
                 self.of[index] = Gradient(home, sums, len(chunks[index].names), wide=wide)

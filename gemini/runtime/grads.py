@@ -321,6 +321,11 @@ class LeftGradients:
         self._reduced: dict[int, Region] = {}  # by chunk index, on the host
         self._unsynced: dict[int, Region | None] = {}  # of chunks that are behind; None: held by other ranks only
 
+    @property
+    def are_any(self) -> bool:
+        """Some gradient was set aside, and not brought back."""
+        return bool(self._reduced or self._unsynced)
+
     def set_aside(self) -> None:
         """Copy all gradients to the host, before their memory is given back."""
         for index, gradient in self._memory.gradients.items():
