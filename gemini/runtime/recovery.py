@@ -73,6 +73,7 @@ class Failures:
             self._is_disturbed |= self._communicator.watch is None and not is_refusal
             self._communicator.publish(error)
             self._has_failed |= self._communicator.watch is None
+            self._find_loss()
             # The exit of a torch.no_grad() may have been interrupted.
             torch.set_grad_enabled(builds_graph)
             raise
@@ -184,6 +185,17 @@ class Failures:
             self._tear(error)
             raise
 
+    def _find_loss(self) -> bool:
+        """Whether the disk has lost what was to be written there: no rank may go on, as behind half an update."""
+        lost = self._lost()
+        if lost and not self._torn_by:
+            self._tear(DiskFailure(lost))
+        return bool(lost)
+
+    def _lost(self) -> str:
+        disk = self._params.memory.disk
+        return "" if disk is None else disk.lost
+
     def _tear(self, error: BaseException) -> None:
         """No rank may go on with these weights, because of `error`."""
         if self._communicator.watch is not None:
@@ -196,6 +208,8 @@ class Failures:
 
         Raises GeminiError if the failure left weights half updated, and on several ranks if the model is closed.
         """
+        if self._find_loss():
+            self._communicator.publish(DiskFailure(self._lost()))
         if self._torn_by:
             raise torn(self._torn_by)
         watch = self._communicator.watch
