@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import tempfile
 import threading
 import weakref
@@ -21,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from gemini.errors import BudgetError, GeminiError, UnsupportedError
+from gemini.errors import BudgetError, GeminiError, UnsupportedError, closed
 from gemini.memory.tier import MemoryTier
 from gemini.memory.workers import Piece, Workers, give_up
 from gemini.placement.demand import format_bytes
@@ -174,9 +175,11 @@ class DiskTier(MemoryTier):
                 os.close(number)
         self._file = self._direct = -1
 
-    def __del__(self) -> None:
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """A model that is dropped without `close` leaves no open file. No request is under way: they hold the tier."""
-        self.close()
+        # The process closes the files of a model that lives as long as its script. `os` may be None by then.
+        if not is_ending():
+            self.close()
 
     def note_fork(self) -> None:
         """This process is a child that shares the file with its parent: whoever waits for a part of it is refused.
@@ -201,10 +204,7 @@ class DiskTier(MemoryTier):
                 "a model of its own"
             )
         if self._file < 0:
-            raise GeminiError(
-                f"the model is closed, and its file in {self.folder} has ended with it: close() comes after the last "
-                "use, such as state_dict()"
-            )
+            raise closed(f"its file in {self.folder} has ended with it")
 
     # -- requests
 

@@ -185,10 +185,11 @@ class OnStream:
         self.reuse(launched)
         advance(self.clock(stream), self.clock(other))
 
-    def __del__(self) -> None:
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """The model is dropped: wait for its last copies, whose memory is about to be freed."""
-        # No later copy of another model waits for these, because streams belong to one model.
-        if not sys.is_finalizing():
+        # No later copy of another model waits for these, because streams belong to one model. Modules may be gone while
+        # the interpreter ends, `sys` too.
+        if not is_ending():
             for stream in getattr(self, "_streams", {}).values():
                 stream.synchronize()
 

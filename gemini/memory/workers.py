@@ -3,9 +3,10 @@
 [Note: Interrupted waits] Python raises KeyboardInterrupt between any two bytecodes of the main thread. The locks of
 `concurrent.futures`, `threading.Event` and `threading.Condition` are taken in Python code: an interrupt right behind
 that leaves them taken, and whoever needs one next hangs, the end of the process included. So nothing that waits for a
-thread of the model uses one of these. Each thread that waits has a lock of its own, which nobody else waits for. A queue
-and a set change in one operation of the interpreter. A piece of work that was not begun when its caller was interrupted
-is cancelled, so that nobody waits for it. A `with` of a plain `threading.Lock` is safe: it is one operation, too.
+thread of the model uses one of these. Each thread that waits has a lock of its own, which nobody else waits for. A
+queue and a set change in one operation of the interpreter. A piece of work that was not begun when its caller was
+interrupted is cancelled, so that nobody waits for it. A `with` of a plain `threading.Lock` is safe: it is one
+operation, too.
 """
 
 from __future__ import annotations
@@ -137,17 +138,15 @@ class Workers:
 
     def close(self) -> None:
         """Wait until all pieces are over, and end the threads. The next piece has others."""
-        for number, ended in self._dismiss().items():
+        threads, self._threads = self._threads, {}
+        if threads:
+            queue, self._queue = self._queue, SimpleQueue()
+            for _ in threads:
+                queue.put(None)
+        for number, ended in threads.items():
             # The last owner of a model may be a piece of work, which dies in a thread.
             if number != get_ident():
                 ended.wait()
-
-    def _dismiss(self) -> dict[int, Completion]:
-        threads, self._threads = self._threads, {}
-        queue, self._queue = self._queue, SimpleQueue()
-        for _ in threads:
-            queue.put(None)
-        return threads
 
     def drop(self) -> None:
         """A forked child has no such threads, and its next piece gets others."""
@@ -159,7 +158,8 @@ class Workers:
 
     def __del__(self) -> None:
         """Nobody waits for these threads, and no piece is left: pieces hold what they belong to."""
-        self._dismiss()
+        for _ in self._threads:
+            self._queue.put(None)
 
 
 def _serve(queue: _Queue, left: set[Piece], ended: Completion) -> None:

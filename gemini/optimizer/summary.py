@@ -284,10 +284,11 @@ class SumsAhead:
         chunk, region = gradient.chunk, gradient.reduced()
         pieces, ticket, arriving = _counted(chunk, gradient.got, None), WorkTicket(self._work), region.tickets.write
         made = _MadeSum(ticket, region.flat, region.flat._version, pieces, zero_norm_limbs(), [])
-        ticket.read(region)
         try:
+            ticket.read(region)
             self._work.begin(partial(_sum_up, made, arriving))
         except BaseException as error:
+            self._work.join()  # an interrupt may come right behind the beginning
             ticket.end(GeminiError(f"the sum of a gradient did not begin: {words_of(error)}"))
             raise
         self._made[chunk.index] = made

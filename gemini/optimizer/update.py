@@ -270,6 +270,8 @@ class ChunkUpdates:
                 update.begin(each.runs, self._param_groups, factors)
             self._work.begin(partial(self._carry_out, update, updates, self._transfer.aside()))
         except BaseException as error:
+            # An interrupt may come right behind the beginning: the thread ends them itself then.
+            self._work.join()
             # No thread will end them: whoever waited for one, such as `close`, would wait for ever.
             for ticket in tickets:
                 ticket.end(GeminiError(f"an update on the host did not begin: {words_of(error)}"))
