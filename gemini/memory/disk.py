@@ -100,7 +100,7 @@ class DiskTier(MemoryTier):
         _all_tiers.add(self)
 
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
-        self._refuse_if_ended()
+        self.refuse_if_ended()
         length = max(BLOCK_BYTES, _in_blocks(num_bytes))
         start = self._range_of(length)
         was_used = start is not None
@@ -194,7 +194,7 @@ class DiskTier(MemoryTier):
             if tickets is not None:
                 tickets.note_write(_OfParent(self))
 
-    def _refuse_if_ended(self) -> None:
+    def refuse_if_ended(self) -> None:
         """Raises GeminiError behind `close`, and UnsupportedError in a forked child."""
         if self._forked_from:
             raise UnsupportedError(
@@ -245,7 +245,7 @@ class DiskTier(MemoryTier):
         give_up(requests, error)
 
     def _requests(self, writes: bool, memory: Tensor, there: Tensor) -> list[Piece]:
-        self._refuse_if_ended()
+        self.refuse_if_ended()
         place, start = self._place_of(there)
         is_last = start + there.nbytes == place.start + place.num_bytes
         # Whole blocks go past the cache: nothing else is in the last one, and staging memory has room for it.
@@ -403,7 +403,7 @@ class _OfParent:
 
     def wait(self) -> None:
         """Raises UnsupportedError."""
-        self._tier._refuse_if_ended()
+        self._tier.refuse_if_ended()
 
     def order(self) -> None:
         """Raises UnsupportedError."""

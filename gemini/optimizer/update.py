@@ -336,6 +336,9 @@ class ChunkUpdates:
         turn = turns[number % len(turns)]
         elsewhere: dict[str, Region] = {}
         if state.tier is not state.update_tier:
+            # A thread would say only later that nothing of it can be read.
+            if self._memory.disk is not None:
+                self._memory.disk.refuse_if_ended()
             tickets = (moments or state.all_flats()).tickets
             elsewhere = {name: Region(state.tier, flat, tickets) for name, flat in state.flats.items()}
         view = ShardView(chunk, homes, elsewhere, self._transfer, self._staging, state.update_tier, turn)

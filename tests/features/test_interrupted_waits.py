@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -57,18 +56,14 @@ def test_an_interrupt_of_a_wait_for_a_loan_leaves_it_to_be_waited_for(interrupti
     region = Region(Tier.HOST, mlp.inputs(0).view(-1))
     loan = Loan([region], CopyRoom(0))
     loan.read()
-    inside = threading.Event()
+    wait = Completion.wait
 
-    def interrupt() -> None:
-        assert inside.wait(60)
-        os.kill(os.getpid(), signal.SIGINT)
+    def interrupted(self: Completion) -> None:
+        os.kill(os.getpid(), signal.SIGINT)  # it comes in the wait, or right before it
+        wait(self)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        inside.set()
+    with mock.patch.object(Completion, "wait", interrupted), pytest.raises(KeyboardInterrupt):
         loan.wait()
-    thread.join()
     loan.end()
     loan.wait()
 
