@@ -24,7 +24,7 @@ from torch import nn
 
 from gemini import ShardedModel, ShardedOptimizer
 from gemini.memory.disk import DiskTier, aligned_bytes
-from gemini.memory.workers import Piece
+from gemini.memory.workers import WorkPiece
 from optim import HybridAdam
 
 _PIECE = 2**24
@@ -98,8 +98,8 @@ def _own_seconds(folder: Path, num_bytes: int) -> float:
     return taken
 
 
-def _all(tier: DiskTier, there: torch.Tensor, memory: torch.Tensor, reads: bool) -> list[Piece]:
-    requests: list[Piece] = []
+def _all(tier: DiskTier, there: torch.Tensor, memory: torch.Tensor, reads: bool) -> list[WorkPiece]:
+    requests: list[WorkPiece] = []
     half = there.numel() // 2 // _PIECE * _PIECE
     for start in range(0, there.numel() - _PIECE + 1, _PIECE):
         if reads:
@@ -110,7 +110,7 @@ def _all(tier: DiskTier, there: torch.Tensor, memory: torch.Tensor, reads: bool)
     return requests
 
 
-def _await(requests: Sequence[Piece]) -> None:
+def _await(requests: Sequence[WorkPiece]) -> None:
     for each in requests:
         each.result()
 

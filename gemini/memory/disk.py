@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gemini.errors import BudgetError, GeminiError, UnsupportedError, closed
 from gemini.memory.tier import MemoryTier
-from gemini.memory.workers import Piece, Workers, give_up
+from gemini.memory.workers import Workers, WorkPiece, give_up
 from gemini.placement.demand import format_bytes
 
 
@@ -53,7 +53,7 @@ _NUM_REQUESTS = 4
 _Call = Callable[[int, list[memoryview], int], int]  # `os.preadv` or `os.pwritev`
 
 
-class Owner(Protocol):
+class StateOwner(Protocol):
     """Whose a buffer is: a chunk."""
 
     @property
@@ -73,7 +73,7 @@ class DiskTier(MemoryTier):
     """A file as memory of this rank."""
 
     def __init__(self, folder: Path, capacity_bytes: int | None = None, checks: bool = False) -> None:
-        """folder: where the file lies. checks: what a request reads is what was there before: see `_Place`.
+        """folder: where the file lies. checks: what a request reads is what was there before: see `_RangeOfFile`.
 
         Raises ValueError if no file can be made there.
         """
@@ -92,7 +92,7 @@ class DiskTier(MemoryTier):
         self._direct = _past_the_cache(self._file)
         self._end = 0
         self._free: list[tuple[int, int]] = []  # (start, bytes) of ranges whose last tensor has died
-        self._places: dict[int, _Place] = {}  # by the address of a buffer
+        self._places: dict[int, _RangeOfFile] = {}  # by the address of a buffer
         self._addresses: list[int] = []  # the same addresses, sorted
         self._workers = Workers(_NUM_REQUESTS)
         self._checks = checks
@@ -120,7 +120,7 @@ class DiskTier(MemoryTier):
         if was_used:
             buffer.zero_()
         if num_bytes:
-            self._places[buffer.data_ptr()] = _Place(start, num_bytes, kind)
+            self._places[buffer.data_ptr()] = _RangeOfFile(start, num_bytes, kind)
             insort(self._addresses, buffer.data_ptr())
         return buffer
 
@@ -145,7 +145,7 @@ class DiskTier(MemoryTier):
             is_shortage=True,
         )
 
-    def note_owner(self, buffer: Tensor, owner: Owner, tickets: _Tickets) -> None:
+    def note_owner(self, buffer: Tensor, owner: StateOwner, tickets: _Tickets) -> None:
         """Say whose a buffer of `allocate` is, for messages, and the tickets for which its users wait."""
         place = self._places.get(buffer.data_ptr())
         if place is not None:  # an empty one has none
@@ -208,27 +208,27 @@ class DiskTier(MemoryTier):
 
     # -- requests
 
-    def read(self, into: Tensor, source: Tensor) -> Sequence[Piece]:
+    def read(self, into: Tensor, source: Tensor) -> Sequence[WorkPiece]:
         """Start to fill host memory with as many bytes of the tier. The results of what is begun raise DiskFailure."""
         return self._begun(self.reading(into, source))
 
-    def write(self, to: Tensor, source: Tensor) -> Sequence[Piece]:
+    def write(self, to: Tensor, source: Tensor) -> Sequence[WorkPiece]:
         """Start to write host memory to as many bytes of the tier. The results of what is begun raise DiskFailure."""
         return self._begun(self.writing(to, source))
 
-    def reading(self, into: Tensor, source: Tensor) -> list[Piece]:
+    def reading(self, into: Tensor, source: Tensor) -> list[WorkPiece]:
         """The requests of `read`, of which none is begun."""
         return self._requests(False, into, source)
 
-    def writing(self, to: Tensor, source: Tensor) -> list[Piece]:
+    def writing(self, to: Tensor, source: Tensor) -> list[WorkPiece]:
         """The requests of `write`, of which none is begun."""
         return self._requests(True, source, to)
 
-    def begin(self, requests: Sequence[Piece]) -> None:
+    def begin(self, requests: Sequence[WorkPiece]) -> None:
         """Begin requests. Whoever calls this gives them up if it is interrupted."""
         self._workers.begin(requests)
 
-    def _begun(self, requests: Sequence[Piece]) -> Sequence[Piece]:
+    def _begun(self, requests: Sequence[WorkPiece]) -> Sequence[WorkPiece]:
         try:
             self.begin(requests)
         except BaseException as error:
@@ -236,7 +236,7 @@ class DiskTier(MemoryTier):
             raise
         return requests
 
-    def give_up(self, requests: Sequence[Piece], why: BaseException) -> None:
+    def give_up(self, requests: Sequence[WorkPiece], why: BaseException) -> None:
         """Nobody waits for requests that were not begun, because of `why`, and the others are over."""
         error = DiskFailure(f"disk: a request was not begun: {type(why).__name__}: {why}")
         error.__cause__ = why
@@ -244,7 +244,7 @@ class DiskTier(MemoryTier):
             self.lost = self.lost or str(error)
         give_up(requests, error)
 
-    def _requests(self, writes: bool, memory: Tensor, there: Tensor) -> list[Piece]:
+    def _requests(self, writes: bool, memory: Tensor, there: Tensor) -> list[WorkPiece]:
         self.refuse_if_ended()
         place, start = self._place_of(there)
         is_last = start + there.nbytes == place.start + place.num_bytes
@@ -254,11 +254,11 @@ class DiskTier(MemoryTier):
             file, data = self._file, _bytes_of(memory, memory.nbytes)
             assert data is not None
         parts = (slice(first, first + _REQUEST_BYTES) for first in range(0, len(data), _REQUEST_BYTES))
-        of = _Write if writes else Piece
+        of = _Write if writes else WorkPiece
         function = partial(self._write, os.pwritev) if writes else partial(self._read, os.preadv)
         return [of(partial(function, place, file, data[part], start + part.start, there._version)) for part in parts]
 
-    def _read(self, read: _Call, place: _Place, file: int, data: memoryview, position: int, version: int) -> None:
+    def _read(self, read: _Call, place: _RangeOfFile, file: int, data: memoryview, position: int, version: int) -> None:
         try:
             self._carry_out(read, file, data, position)
             if self._checks and not place.check(position, data, version, self._file):
@@ -266,7 +266,9 @@ class DiskTier(MemoryTier):
         except OSError as error:
             raise self._failed("reading", place, len(data), position, error) from error
 
-    def _write(self, write: _Call, place: _Place, file: int, data: memoryview, position: int, version: int) -> None:
+    def _write(
+        self, write: _Call, place: _RangeOfFile, file: int, data: memoryview, position: int, version: int
+    ) -> None:
         try:
             self._carry_out(write, file, data, position)
         except OSError as error:
@@ -293,14 +295,14 @@ class DiskTier(MemoryTier):
             # What is left of a request that ended early may be unaligned.
             file = file if not done % BLOCK_BYTES else self._file
 
-    def _failed(self, doing: str, place: _Place, num_bytes: int, position: int, error: OSError) -> DiskFailure:
+    def _failed(self, doing: str, place: _RangeOfFile, num_bytes: int, position: int, error: OSError) -> DiskFailure:
         why = f"{error.strerror} (errno {error.errno})" if error.errno else error.strerror
         owner = None if place.owner is None else place.owner()
         whose = "" if owner is None else f" of chunk {owner.index} ({owner.names()})"
         where = f"at {position} of the file in {self.folder}"
         return DiskFailure(f"disk: {doing} {num_bytes} bytes of {place.kind}{whose} {where} failed: {why}")
 
-    def _place_of(self, buffer: Tensor) -> tuple[_Place, int]:
+    def _place_of(self, buffer: Tensor) -> tuple[_RangeOfFile, int]:
         """The place of a buffer, or of a part of one, and the part's start in the file."""
         address = buffer.data_ptr()
         base = self._addresses[bisect_right(self._addresses, address) - 1]
@@ -308,13 +310,13 @@ class DiskTier(MemoryTier):
         return place, place.start + address - base
 
 
-class _Write(Piece):
+class _Write(WorkPiece):
     """A request that writes: without it the file lacks something."""
 
     __slots__ = ()
 
 
-class _Sum(NamedTuple):
+class _Checksum(NamedTuple):
     """The checksum of a part of the file."""
 
     start: int
@@ -323,7 +325,7 @@ class _Sum(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Place:
+class _RangeOfFile:
     """Where a buffer lies in the file, whose it is, and the checksums of what requests have written and read there.
 
     A checksum is of the bytes of one request. A read may end elsewhere than the write before it did: the rest of the
@@ -334,9 +336,9 @@ class _Place:
     start: int
     num_bytes: int
     kind: str
-    owner: weakref.ref[Owner] | None = None
+    owner: weakref.ref[StateOwner] | None = None
     tickets: weakref.ref[_Tickets] | None = None
-    _sums: list[_Sum] = field(default_factory=list)
+    _sums: list[_Checksum] = field(default_factory=list)
     _version: int = -1  # of the buffer when the sums were made: a write through the mapping raises it
     _lock: threading.Lock = field(default_factory=threading.Lock)  # several requests end at once
 
@@ -373,8 +375,8 @@ class _Place:
         """The data without what fills the last block."""
         return data[: self.start + self.num_bytes - position]
 
-    def _sum(self, position: int, data: memoryview) -> _Sum:
-        return _Sum(position, position + len(data), zlib.crc32(data))
+    def _sum(self, position: int, data: memoryview) -> _Checksum:
+        return _Checksum(position, position + len(data), zlib.crc32(data))
 
     def _keep(self, version: int) -> None:
         """Keep the checksums if nothing was written through the mapping since they were made."""
@@ -500,7 +502,7 @@ class DiskTicket:
 
     number = -1  # it is no copy of a stream's
 
-    def __init__(self, requests: Sequence[Piece], is_of_reader: bool = False) -> None:
+    def __init__(self, requests: Sequence[WorkPiece], is_of_reader: bool = False) -> None:
         """is_of_reader: of memory that was only read, whose content is right however the copy ends."""
         self._requests = requests
         self._raises = not is_of_reader

@@ -13,12 +13,12 @@ from torch import Tensor
 from gemini.errors import BudgetError
 from gemini.launch import current_device
 from gemini.memory.arena import CudaRuntime, HostTier
-from gemini.memory.disk import DiskTier, Owner
+from gemini.memory.disk import DiskTier, StateOwner
 from gemini.memory.modes import untracked
 from gemini.memory.slot import SlotPools
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import Region, Ticket, Tickets, Transfer, wait_on_host, wait_on_tier
-from gemini.memory.workers import Completion, Piece, Workers, give_up
+from gemini.memory.workers import Over, Workers, WorkPiece, give_up
 from gemini.placement.budget import Budget
 from gemini.placement.demand import Tier
 from gemini.settings import Device, Emulation, check_device
@@ -156,7 +156,7 @@ class WorkTicket:
 
     def __init__(self, thread: WorkThread) -> None:
         self._thread = thread
-        self._over = Completion()
+        self._over = Over()
         self._regions: list[tuple[Tickets, Tickets]] = []  # everybody's, and those of the thread
         self._left: list[Ticket] = []  # of copies that the work has started
 
@@ -210,7 +210,7 @@ class WorkThread:
 
     def __init__(self) -> None:
         self._workers = Workers(1)
-        self._last: Piece | None = None
+        self._last: WorkPiece | None = None
         self._busy_s = self._waited_s = 0.0
 
     @property
@@ -220,7 +220,7 @@ class WorkThread:
 
     def begin(self, work: Callable[[], None]) -> None:
         """Have `work` done, after all that began before. If this raises, it is over, or will never begin."""
-        earlier, self._last = self._last, Piece(partial(self._carry_out, work))
+        earlier, self._last = self._last, WorkPiece(partial(self._carry_out, work))
         try:
             self._workers.begin([self._last])
         except BaseException as error:
@@ -235,7 +235,7 @@ class WorkThread:
         finally:
             self._busy_s += time.perf_counter() - start
 
-    def wait_for(self, over: Completion) -> None:
+    def wait_for(self, over: Over) -> None:
         """Wait for a part of the work. Raises what it has raised."""
         if not over.is_over:
             start = time.perf_counter()
@@ -309,7 +309,7 @@ class RankMemory:
         numel: int,
         dtype: torch.dtype,
         kind: str,
-        owner: Owner | None = None,
+        owner: StateOwner | None = None,
         tickets: Tickets | None = None,
     ) -> Region:
         """(numel,) zeros. Raises BudgetError.

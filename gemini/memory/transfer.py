@@ -17,7 +17,7 @@ from torch import Tensor
 from gemini.errors import GeminiError
 from gemini.memory.disk import DiskTicket, DiskTier, aligned_bytes
 from gemini.memory.tier import MemoryTier
-from gemini.memory.workers import Completion, Piece
+from gemini.memory.workers import Over, WorkPiece
 from gemini.placement.demand import Tier
 from gemini.placement.needs import round_to_alignment
 
@@ -375,7 +375,7 @@ class Transfer:
 
     def _copy_on_disk(self, pairs: Sequence[tuple[Region, Region]]) -> Ticket | None:
         """Copies from or to the disk, beside whatever the host and the device do. None: they are done."""
-        requests: list[Piece] = []
+        requests: list[WorkPiece] = []
         staged: list[tuple[Region, Region]] = []
         for to, source in pairs:
             wait_on_host(to)
@@ -473,7 +473,7 @@ class CopyRoom:
         self.most_taken = 0
         self._taken = 0
         self.lock = threading.Lock()  # guards everything of this object and of its loans
-        self._change = Completion()  # of the next thing for which somebody may wait
+        self._change = Over()  # of the next thing for which somebody may wait
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Wait until `is_so`, which is asked with `lock` held."""
@@ -487,7 +487,7 @@ class CopyRoom:
 
     def note_change(self) -> None:
         """Whoever waits looks again. Called with `lock` held."""
-        change, self._change = self._change, Completion()
+        change, self._change = self._change, Over()
         change.end()
 
     def try_take(self, num_bytes: int) -> bool:

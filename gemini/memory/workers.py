@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
 
-class Completion:
+class Over:
     """Whether something is over, well or with an error. Anybody may wait for it, and an interrupt may cut a wait."""
 
     __slots__ = ("_error", "_waiting", "is_over")
@@ -60,7 +60,7 @@ class Completion:
                 del self  # else the error's traceback would keep the error
 
 
-class Piece(Completion):
+class WorkPiece(Over):
     """A piece of work that a thread carries out once."""
 
     __slots__ = ("_work",)
@@ -97,14 +97,14 @@ class Piece(Completion):
             return None
 
 
-def give_up(pieces: Iterable[Piece], error: BaseException) -> None:
+def give_up(pieces: Iterable[WorkPiece], error: BaseException) -> None:
     """Leave nobody waiting for pieces that a failure, or an interrupt, kept from being begun. Waits for the others."""
     for piece in pieces:
         if not piece.cancel(error):
             piece.wait()
 
 
-_Queue = SimpleQueue[Piece | None]  # None: the thread that takes it ends
+_Queue = SimpleQueue[WorkPiece | None]  # None: the thread that takes it ends
 
 
 class Workers:
@@ -117,14 +117,14 @@ class Workers:
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._queue: _Queue = SimpleQueue()
-        self._threads: dict[int, Completion] = {}  # by its number: that the thread has ended
-        self._left: set[Piece] = set()  # begun, and not over
+        self._threads: dict[int, Over] = {}  # by its number: that the thread has ended
+        self._left: set[WorkPiece] = set()  # begun, and not over
         _all_workers.add(self)
 
-    def begin(self, pieces: Iterable[Piece]) -> None:
+    def begin(self, pieces: Iterable[WorkPiece]) -> None:
         """Have pieces carried out. The caller gives up those of a call that has raised: see `give_up`."""
         while len(self._threads) < self._num_threads:
-            ended = Completion()
+            ended = Over()
             # Not `threading.Thread`, whose `start` waits by an Event: see [Note: Interrupted waits].
             self._threads[start_new_thread(_serve, (self._queue, self._left, ended))] = ended
         for piece in pieces:
@@ -162,7 +162,7 @@ class Workers:
             self._queue.put(None)
 
 
-def _serve(queue: _Queue, left: set[Piece], ended: Completion) -> None:
+def _serve(queue: _Queue, left: set[WorkPiece], ended: Over) -> None:
     """What a thread does."""
     while True:
         piece = queue.get()

@@ -15,7 +15,7 @@ import pytest
 
 from gemini.memory.memory import WorkThread
 from gemini.memory.transfer import CopyRoom, Loan, Region
-from gemini.memory.workers import Completion
+from gemini.memory.workers import Over
 from gemini.placement.demand import Tier
 from tests.features.test_deferred_update import assert_as_plain, wrapped
 from tests.harness import slow_updates
@@ -38,7 +38,7 @@ def test_an_interrupt_while_waiting_loses_nothing(interruptible: None) -> None:
         mlp.loss_of(model, 1).backward()
         wait_for = WorkThread.wait_for
 
-        def interrupted(self: WorkThread, over: Completion) -> None:
+        def interrupted(self: WorkThread, over: Over) -> None:
             assert not over.is_over
             os.kill(os.getpid(), signal.SIGINT)  # it comes in the wait, or right before it
             wait_for(self, over)
@@ -56,13 +56,13 @@ def test_an_interrupt_of_a_wait_for_a_loan_leaves_it_to_be_waited_for(interrupti
     region = Region(Tier.HOST, mlp.inputs(0).view(-1))
     loan = Loan([region], CopyRoom(0))
     loan.read()
-    wait = Completion.wait
+    wait = Over.wait
 
-    def interrupted(self: Completion) -> None:
+    def interrupted(self: Over) -> None:
         os.kill(os.getpid(), signal.SIGINT)  # it comes in the wait, or right before it
         wait(self)
 
-    with mock.patch.object(Completion, "wait", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(Over, "wait", interrupted), pytest.raises(KeyboardInterrupt):
         loan.wait()
     loan.end()
     loan.wait()

@@ -257,7 +257,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checksum outlives a write through the mapping",
-        "_Place._keep",
+        "_RangeOfFile._keep",
         "self._version != version",
         "self._version < 0",
         "tests/features/test_disk.py::test_checksums_know_what_was_written_in_another_way",
