@@ -1,8 +1,8 @@
 """Threads that carry out pieces of work, and waits for them that Ctrl-C may cut at any line.
 
 [Note: Interrupted waits] Python raises KeyboardInterrupt between any two bytecodes of the main thread. The locks of
-`concurrent.futures`, `threading.Event` and `threading.Condition` are taken in Python code: an interrupt right behind
-that leaves them taken, and whoever needs one next hangs, the end of the process included. So nothing that waits for a
+`concurrent.futures` and of the conditions of `threading` are taken in Python code: an interrupt right behind that
+leaves them taken, and whoever needs one next hangs, the end of the process included. So nothing that waits for a
 thread of the model uses one of these. Each thread that waits has a lock of its own, which nobody else waits for. A
 queue and a set change in one operation of the interpreter. A piece of work that was not begun when its caller was
 interrupted is cancelled, so that nobody waits for it. A `with` of a plain `threading.Lock` is safe: it is one
@@ -125,7 +125,7 @@ class Workers:
         """Have pieces carried out. The caller gives up those of a call that has raised: see `give_up`."""
         while len(self._threads) < self._num_threads:
             ended = Over()
-            # Not `threading.Thread`, whose `start` waits by an Event: see [Note: Interrupted waits].
+            # Not `threading.Thread`, whose `start` waits by such a lock: see [Note: Interrupted waits].
             self._threads[start_new_thread(_serve, (self._queue, self._left, ended))] = ended
         for piece in pieces:
             self._left.add(piece)
