@@ -185,16 +185,11 @@ class Failures:
             self._tear(error)
             raise
 
-    def _find_loss(self) -> bool:
-        """Whether the disk has lost what was to be written there: no rank may go on, as behind half an update."""
-        lost = self._lost()
-        if lost and not self._torn_by:
-            self._tear(DiskFailure(lost))
-        return bool(lost)
-
-    def _lost(self) -> str:
+    def _find_loss(self) -> None:
+        """Where the disk has lost what was to be written there no rank may go on, as behind half an update."""
         disk = self._params.memory.disk
-        return "" if disk is None else disk.lost
+        if disk is not None and disk.lost and not self._torn_by:
+            self._tear(DiskFailure(disk.lost))
 
     def _tear(self, error: BaseException) -> None:
         """No rank may go on with these weights, because of `error`."""
@@ -208,8 +203,10 @@ class Failures:
 
         Raises GeminiError if the failure left weights half updated, and on several ranks if the model is closed.
         """
-        if self._find_loss():
-            self._communicator.publish(DiskFailure(self._lost()))
+        disk = self._params.memory.disk
+        if disk is not None and disk.lost:
+            self._find_loss()
+            self._communicator.publish(DiskFailure(disk.lost))
         if self._torn_by:
             raise torn(self._torn_by)
         watch = self._communicator.watch
