@@ -128,3 +128,9 @@ def torn(words: str) -> GeminiError:
         f"an optimizer step, or a change of what is trained, failed half way ({words}): some weights are changed and "
         "some are not. Build model and optimizer again and load a checkpoint"
     )
+
+
+def closed(use: str = "") -> GeminiError:
+    """The error for what comes after the model's `close()`. use: what it needs, in words."""
+    why = f" ({use})" if use else ""
+    return GeminiError(f"the model is closed: close() comes after the last use, such as state_dict(){why}")

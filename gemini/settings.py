@@ -162,8 +162,8 @@ class Settings:
         disk_memory: bytes that chunks may take there. None: what is free.
         disk_optim_frac: of the masters and optimizer state that would rest on the host, the fraction that rests on the
             disk at least, from the last chunk on. None: none, but with the policy "disk" all.
-        disk_checksums: whether an update ends with an error where it reads other bytes from the disk than the last one
-            wrote: a crc32 of each request, on the cores.
+        disk_checksums: whether an update or a fetch ends with an error where it reads other bytes from the disk than
+            were written, or read there before: a crc32 of each request, on the cores.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
         ignore_unused_parameters: False makes `optimizer.step()` raise if a trainable parameter got no gradient on any
             rank since the last step, and name all that did not.

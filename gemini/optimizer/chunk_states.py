@@ -136,7 +136,9 @@ class ChunkOptimizerState:
         taken: dict[str, Region] = {}
         try:
             for name in names:
-                taken[name] = params.memory.allocate(tier, self.chunk.optim_numel, self.dtype, Kind.OPTIM)
+                taken[name] = params.memory.allocate(
+                    tier, self.chunk.optim_numel, self.dtype, Kind.OPTIM, self.chunk, self.tickets
+                )
         except BudgetError:
             for region in taken.values():
                 params.memory.free(region, Kind.OPTIM)

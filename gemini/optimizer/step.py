@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gemini.access.link import link_of
-from gemini.errors import GeminiError, UnsupportedError
+from gemini.errors import GeminiError, UnsupportedError, closed
 from gemini.log import warn_at_script
 from gemini.memory.modes import A_HOOK, never_traced
 from gemini.model.sharded_model import ShardedModel
@@ -539,6 +539,8 @@ class OptimizerStep:
     def run(self) -> None:
         """Agree on the step in its last all-reduce before the update. A rank that cannot update fails before that."""
         step = self._manager.step
+        if step.failures.is_closed:
+            raise closed("a step needs memory that was given back with it")
         if self._in_backward is None:
             self._updates.finish()
         self._times_ms = tuple(1e3 * seconds for seconds in self._work.pop_times())

@@ -270,6 +270,8 @@ class ChunkUpdates:
                 update.begin(each.runs, self._param_groups, factors)
             self._work.begin(partial(self._carry_out, update, updates, self._transfer.aside()))
         except BaseException as error:
+            # An interrupt may come right behind the beginning: the thread ends them itself then.
+            self._work.join()
             # No thread will end them: whoever waited for one, such as `close`, would wait for ever.
             for ticket in tickets:
                 ticket.end(GeminiError(f"an update on the host did not begin: {words_of(error)}"))
@@ -334,6 +336,9 @@ class ChunkUpdates:
         turn = turns[number % len(turns)]
         elsewhere: dict[str, Region] = {}
         if state.tier is not state.update_tier:
+            # A thread would say only later that nothing of it can be read.
+            if self._memory.disk is not None:
+                self._memory.disk.refuse_if_ended()
             tickets = (moments or state.all_flats()).tickets
             elsewhere = {name: Region(state.tier, flat, tickets) for name, flat in state.flats.items()}
         view = ShardView(chunk, homes, elsewhere, self._transfer, self._staging, state.update_tier, turn)

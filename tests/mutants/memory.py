@@ -257,9 +257,9 @@ MUTANTS = [
     ),
     Mutant(
         "a checksum outlives a write through the mapping",
-        "DiskTier._check",
-        "(written_version, length) == (version, len(data))",
-        "length == len(data)",
+        "_RangeOfFile._keep",
+        "self._version != version",
+        "self._version < 0",
         "tests/features/test_disk.py::test_checksums_know_what_was_written_in_another_way",
     ),
     Mutant(

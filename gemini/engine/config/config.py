@@ -357,7 +357,7 @@ class Config(_ConfigPart):
     disk_optim_frac: Annotated[float | None, Setting] = None
     """Of masters and optimizer state on the host, what rests on the disk at least. None: 0; with policy "disk" 1."""
     disk_checksums: Annotated[bool, Setting] = False
-    """Whether an update ends with an error where it reads other bytes from the disk than the last one wrote."""
+    """Whether an update or a fetch ends with an error where it reads other bytes from the disk than were written."""
     disk_memory: Annotated[int | str | None, Setting] = None
     """Bytes that chunks may take there. None: what is free."""
     rank_timeout: Annotated[float, Setting] = 600.0
