@@ -132,7 +132,8 @@ def import_checkpoint(
         if not can_hold(each.dtype):
             raise CheckpointError(f"{key} is {each.dtype}, which safetensors files cannot hold")
     where = Directory(directory)
-    folder = where.begin(check_tag(tag))
+    draft = where.begin(check_tag(tag))
+    folder = draft.path
     try:
         parts = [Part(key, whole(each.shape), each.dtype) for key, each in given.tensors.items()]
         file = TensorFile(folder / f"states-00000-0{SUFFIX}", parts)
@@ -158,9 +159,9 @@ def import_checkpoint(
             ranks=[RankSummary(file=rank_name(0), num_bytes=len(data), crc32=zlib.crc32(data))],
         )
         write_durably(folder / MANIFEST, dump_manifest(manifest))
-        return where.commit(tag)
+        return draft.commit()
     except BaseException:
-        where.abandon(tag)
+        draft.abandon()
         raise
 
 
