@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gemini.checkpoint.file_io import PIECE_BYTES, DiskIO, OutputFile, read_exactly, write_all
+from gemini.checksum import crc32
 from gemini.errors import CheckpointError
 
 # -- Boxes of named tensors: how a flat run of elements is described without chunks, ranks or stages.
@@ -191,7 +191,7 @@ class TensorFile:
         header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
         self._data_start = len(header)
         self.num_bytes = self._data_start + end
-        self.crc32 = {"": zlib.crc32(header)}  # of each tensor's bytes by key; "": of the header
+        self.crc32 = {"": crc32(header)}  # of each tensor's bytes by key; "": of the header
         self._io = io or DiskIO()
         self._file = OutputFile(path, self.num_bytes)
         try:
@@ -390,5 +390,5 @@ def checksum(file: int, path: Path, start: int, num_bytes: int) -> int:
     for at in range(0, num_bytes, PIECE_BYTES):
         piece = buffer[: num_bytes - at]
         read_exactly(file, path, start + at, piece)
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
     return crc

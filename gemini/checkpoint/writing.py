@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from gemini.checkpoint.manifest import (
     write_durably,
 )
 from gemini.checkpoint.tensor_files import SUFFIX, Part, TensorFile
+from gemini.checksum import crc32
 from gemini.errors import CheckpointError
 from gemini.memory.transfer import Loan
 from gemini.ranks.watchdog import Watchdog
@@ -208,7 +208,7 @@ def _summary(task: Task, rank: int, others: Others) -> RankSummary:
     path = task.folder / rank_name(rank)
     _wait(path.exists, task, others, f"rank {rank} has not written its part")
     data = path.read_bytes()
-    return RankSummary(file=path.name, num_bytes=len(data), crc32=zlib.crc32(data))
+    return RankSummary(file=path.name, num_bytes=len(data), crc32=crc32(data))
 
 
 def _wait_for_commit(task: Task, data: bytes, others: Others) -> None:
