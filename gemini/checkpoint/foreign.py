@@ -273,8 +273,8 @@ def _weights(stored: Mapping[str, StoredTensor]) -> ForeignCheckpoint:
     return found
 
 
-def _read(stored: StoredTensor) -> Tensor:
-    with OpenFiles() as files:
+def _read(stored: StoredTensor, crc32_of: Mapping[Path, Mapping[str, int]] | None = None) -> Tensor:
+    with OpenFiles(crc32_of) as files:
         return stored.whole(files)
 
 
@@ -763,8 +763,15 @@ def is_ours(directory: str | os.PathLike[str], tag: str | None = None) -> bool:
 
 
 def read_ours(directory: str | os.PathLike[str], tag: str | None = None) -> ForeignCheckpoint:
-    """The weights of a checkpoint of ours. Raises CheckpointError and OSError."""
+    """The weights of a checkpoint of ours, each compared with its checksum as it is read.
+
+    Raises CheckpointError and OSError.
+    """
     source = SavedCheckpoint(Directory(directory).find(tag))
     stored = {key: each for key, each in source.tensors.items() if key.startswith(WEIGHT)}
-    tensors = {key: ForeignTensor(each.shape, each.dtype, partial(_read, each)) for key, each in stored.items()}
+    with source.checked_files() as files:
+        crc32_of = files.crc32
+    tensors = {
+        key: ForeignTensor(each.shape, each.dtype, partial(_read, each, crc32_of)) for key, each in stored.items()
+    }
     return ForeignCheckpoint(tensors, source.manifest.parameters, source.manifest.buffers)

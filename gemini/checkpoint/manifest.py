@@ -247,6 +247,12 @@ def verify_files(folder: Path, rank_file: RankFile, told: Callable[[int], None] 
                 check.cancel()
 
 
+def verify_headers(folder: Path, rank_file: RankFile) -> None:
+    """Verify all but the tensors themselves: sizes, names and places. Raises OSError and CheckpointError."""
+    for name, summary in rank_file.files.items():
+        _verify(next(_spans_of(folder / name, summary)))
+
+
 class _Span(NamedTuple):
     """Bytes of a file, and the checksum that they had."""
 

@@ -269,10 +269,14 @@ class StoredTensor:
 
 
 class OpenFiles:
-    """Files that are being read, each opened once. Use it as a context: it closes them."""
+    """Files that are being read, each opened once. Use it as a context: it closes them.
 
-    def __init__(self) -> None:
+    crc32: of parts of tensors, by file and key. A part that is read whole is compared with it.
+    """
+
+    def __init__(self, crc32: Mapping[Path, Mapping[str, int]] | None = None) -> None:
         self._io = DiskIO()
+        self.crc32 = crc32 or {}
         self._files: dict[Path, int] = {}
         self.num_bytes = 0  # read so far
 
@@ -286,7 +290,10 @@ class OpenFiles:
         self._files.clear()
 
     def read_into(self, stored: Stored, box: Box, out: Tensor) -> None:
-        """Fill `out`, of the box's shape, with elements of a stored part that has all of them."""
+        """Fill `out`, of the box's shape, with elements of a stored part that has all of them.
+
+        Raises CheckpointError if the whole part is read, and not as it was written.
+        """
         part = stored.part
         strides = _strides_of(part.box.sizes)
         inside = [piece.start for piece in box.inside(part.box)]
@@ -298,6 +305,9 @@ class OpenFiles:
         direct = numel == box.numel and out.dtype is part.dtype and out.device.type == "cpu" and out.is_contiguous()
         target = out.view(-1) if direct else torch.empty(numel, dtype=part.dtype, device="cpu")
         self._read(stored.path, stored.start + first * itemsize, target)
+        if numel == part.box.numel and (wanted := self.crc32.get(stored.path, {}).get(part.key)) is not None:
+            if crc32(_bytes_of(target)) != wanted:
+                raise CheckpointError(f"{stored.path} is damaged: tensor {part.key!r} is not as it was written")
         if not direct:
             out.copy_(torch.as_strided(target, box.sizes, strides))
 
