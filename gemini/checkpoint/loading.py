@@ -349,11 +349,11 @@ class _Load:
         """Raises CheckpointError for a buffer whose elements share memory, and cannot take what was saved. Local."""
         with OpenFiles() as files:
             for name, value, stored in self._plain_stored():
-                if not torch._debug_has_internal_overlap(value):  # type: ignore[attr-defined]
+                if not torch._debug_has_internal_overlap(value):
                     continue
                 saved = stored.whole(files)
                 one = _without_repeats(saved, value).expand_as(saved).contiguous()
-                shares = torch._debug_has_internal_overlap(_without_repeats(value, value)) == 1  # type: ignore[attr-defined]
+                shares = torch._debug_has_internal_overlap(_without_repeats(value, value)) == 1
                 if shares or not torch.equal(one.view(torch.uint8), saved.contiguous().view(torch.uint8)):
                     raise CheckpointError(
                         f"{name} is a buffer whose elements share memory, as after expand(), and the checkpoint has "
