@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gemini.checkpoint.file_io import PIECE_BYTES, DiskIO, OutputFile, read_exactly, write_all
+from gemini.checkpoint.file_io import DiskIO, OutputFile, read_exactly, write_all
 from gemini.checksum import crc32
 from gemini.errors import CheckpointError
 
@@ -122,6 +122,7 @@ SUFFIX = ".safetensors"
 _SHARDING_KEY = "DCP_SHARDING_INFO"  # of torch/distributed/checkpoint/_hf_utils.py, as are the two next to it
 _OFFSETS_KEY = "saved_offsets"
 _LENGTH_BYTES = 8  # of the header's own size, at the start of a file
+_CHECK_BYTES = 2**18  # read and summed at once: more would leave the processor's cache in between
 _MOST_HEADER_BYTES = 100_000_000  # safetensors refuses longer ones, as a file that is none has any number there
 
 _NAMES = {
@@ -395,9 +396,9 @@ def _joined(key: str, parts: Sequence[Stored]) -> StoredTensor:
 
 def checksum(file: int, path: Path, start: int, num_bytes: int) -> int:
     """The CRC-32 of bytes of a file. Raises OSError, and CheckpointError if it is too short."""
-    buffer = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
+    buffer = memoryview(bytearray(min(num_bytes, _CHECK_BYTES)))
     crc = 0
-    for at in range(0, num_bytes, PIECE_BYTES):
+    for at in range(0, num_bytes, _CHECK_BYTES):
         piece = buffer[: num_bytes - at]
         read_exactly(file, path, start + at, piece)
         crc = crc32(piece, crc)
