@@ -225,7 +225,9 @@ def test_a_failed_save_in_the_background_is_told_once_and_the_next_one_is_made(r
         step(parts)
         save_checkpoint(folder, *parts, tag="b")
         with patch.object(TensorFile, "write", fails):
-            save_checkpoint(folder, *parts, tag="c", asynchronous=True)
+            pending = save_checkpoint(folder, *parts, tag="c", asynchronous=True)
+            assert not isinstance(pending, Path)
+            pending.join()
         save_checkpoint(folder, *parts, tag="d")  # nobody has heard of it: it is said, and this one is made
         assert names(folder) == ["b", "d", "latest"]
 
