@@ -23,7 +23,7 @@ from gemini.engine.config import Config
 from gemini.engine.config.config import BatchSizes
 from gemini.engine.schedules import MovedByEngine, MovedByScript, MovingSchedule
 from gemini.engine.step_log import StepLog
-from gemini.errors import GeminiError, UnsupportedError
+from gemini.errors import CheckpointError, GeminiError, UnsupportedError
 from gemini.log import warn_at_script
 from gemini.memory.modes import methods_never_traced
 from gemini.model.operators import cast_tensors
@@ -553,7 +553,9 @@ class Engine:
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background. Collective. Raises CheckpointError if it failed."""
-        self.chunk_manager.background.finish()
+        failure = self.chunk_manager.background.finish()
+        if failure is not None:
+            raise CheckpointError(failure)
 
     def load_checkpoint(
         self,

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import weakref
-import zlib
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from gemini.checksum import crc32
 from gemini.errors import BudgetError, GeminiError, UnsupportedError, closed
 from gemini.memory.tier import MemoryTier
 from gemini.memory.workers import Workers, WorkPiece, give_up
@@ -359,9 +359,9 @@ class _RangeOfFile:
             known = sorted(each for each in self._sums if each.start < end and position < each.end)
         for each in known:
             first, last = max(each.start, position), min(each.end, end)
-            crc = zlib.crc32(_read_at(file, each.start, first))
-            crc = zlib.crc32(data[first - position : last - position], crc)
-            if zlib.crc32(_read_at(file, last, each.end), crc) != each.crc:
+            crc = crc32(_read_at(file, each.start, first))
+            crc = crc32(data[first - position : last - position], crc)
+            if crc32(_read_at(file, last, each.end), crc) != each.crc:
                 return False
         starts, ends = [position, *(each.end for each in known)], [*(each.start for each in known), end]
         gaps = [(first, last) for first, last in zip(starts, ends, strict=True) if first < last]
@@ -376,7 +376,7 @@ class _RangeOfFile:
         return data[: self.start + self.num_bytes - position]
 
     def _sum(self, position: int, data: memoryview) -> _Checksum:
-        return _Checksum(position, position + len(data), zlib.crc32(data))
+        return _Checksum(position, position + len(data), crc32(data))
 
     def _keep(self, version: int) -> None:
         """Keep the checksums if nothing was written through the mapping since they were made."""

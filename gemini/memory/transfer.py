@@ -576,12 +576,8 @@ def spare_bytes(capacity_bytes: int | None, taken_bytes: int, free_bytes: int) -
 class BackgroundWork(Protocol):
     """Something that a thread does with loans while training goes on."""
 
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether `wait` has said how it ended, on all ranks."""
-
-    def wait(self) -> object:
-        """Wait until it is done. Collective. Raises if it has failed."""
+    def finish(self) -> str | None:
+        """Wait until it is over. Returns why it has failed, if no rank has been told yet. Collective."""
 
     def join(self) -> None:
         """Wait until this rank's part is over, done or failed. Local."""
@@ -600,11 +596,10 @@ class Background:
         """Something begins, after `finish`."""
         self._work = work
 
-    def finish(self) -> None:
-        """Wait until nothing is done any more. Collective. Raises if it has failed and nobody was told."""
+    def finish(self) -> str | None:
+        """Wait until nothing is done any more. Collective. Returns why it has failed, if nobody was told."""
         work, self._work = self._work, None
-        if work is not None and not work.is_waited_for:
-            work.wait()
+        return None if work is None else work.finish()
 
     def join(self) -> None:
         """Wait until this rank's part is over, done or failed. Local."""

@@ -146,6 +146,14 @@ class Messages:
         """What was said of an update that a rank did not finish."""
         return self._read("torn")
 
+    def tell(self, topic: str, words: str) -> None:
+        """Say, for all generations to come, that this rank failed in something beside the steps: the first stays."""
+        self._store.compare_set(f"told/{topic}", "", f"rank {self._rank}: {words}")
+
+    def told(self, topic: str) -> str | None:
+        """What was said of it."""
+        return self._read(f"told/{topic}")
+
     # -- places
 
     def say_where(self, number: int, words: str) -> None:
@@ -322,6 +330,20 @@ class Watchdog:
         if failure:
             return f"rank {failure[0]}: {failure[1]}"
         return None if ended is None else f"rank {ended[0]}: {ended[1] or 'its process is gone'}"
+
+    def tell(self, topic: str, words: str) -> None:
+        """Tell whoever waits for `topic` that this rank fails in it. Local, from any thread; training goes on."""
+        try:
+            self._messages.tell(topic, words)
+        except RuntimeError:  # the rank that holds the store is gone
+            return
+
+    def told(self, topic: str) -> str | None:
+        """What a rank has told about `topic`, with its number. Local, from any thread."""
+        try:
+            return self._messages.told(topic)
+        except RuntimeError:
+            return "the rank that holds the store is gone"
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. A failure that another rank caused is not published again."""
