@@ -541,10 +541,11 @@ class BackwardUpdates:
         # The node that made the gradient is over, and holds its chunks no longer.
         step.leave_node()
         if not self._may_use(gradient):
-            if not gradient.is_alone and not gradient.is_whole:
-                # Other ranks may have all of it, and use it up, which the end of the backward tells. Until then this
-                # rank's slots must be theirs, which decide about collectives.
-                step.before_chunk_update(chunk)
+            return False
+        if not gradient.is_alone and not gradient.is_whole:
+            # Other ranks may have all of it, and use it up, which the end of the backward tells. Until then slots must
+            # be alike on all ranks: they decide about collectives.
+            step.before_chunk_update(chunk)
             return False
         self.sums.add(gradient, reduced.flat)
         with step.failures.tearing(), torch.no_grad():
@@ -586,4 +587,4 @@ class BackwardUpdates:
             return gradient.is_whole or is_over
         # All ranks must use it up or none: a slot that leaves decides about collectives. So what counts is whether the
         # chunk has come whole on all ranks so far.
-        return gradient.is_whole and not gradient.came_in_part and not chunk.is_chosen
+        return not (gradient.came_in_part or chunk.is_chosen)
