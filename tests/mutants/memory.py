@@ -215,7 +215,7 @@ MUTANTS = [
             self.managed.chunk,
         )""",
         "pass",
-        "tests/features/test_update_in_backward_between.py::test_what_needs_weights_or_gradients_from_before",
+        "tests/features/test_update_in_backward_between.py::test_what_needs_weights_or_gradients_from_before_is_refused_and_loses_nothing",
     ),
     Mutant(
         "a gradient waits for the thread in its slot",
