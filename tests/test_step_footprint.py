@@ -30,11 +30,11 @@ BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
         OPERATOR: (14, 556, 74, 9),
         "backward's fetch": (8, 196, 21, 6),
         "optimizer.step()": (39, 1972, 1631, 13),
-        STEP: (49, 3542, 2577, 15),
+        STEP: (49, 3572, 2577, 15),
     },
     (1, "fits"): {
         GRADIENT: (8, 205, 18, 9),
-        "optimizer.step()": (40, 1823, 1367, 13),
+        "optimizer.step()": (40, 1826, 1367, 13),
         STEP: (51, 3114, 1881, 15),
     },
     (2, "tight"): {
@@ -42,7 +42,7 @@ BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
         GRADIENT: (24, 1088, 126, 17),
         OPERATOR: (19, 1043, 258, 11),
         "backward's fetch": (21, 1030, 184, 12),
-        "optimizer.step()": (43, 2040, 1439, 13),
+        "optimizer.step()": (43, 2044, 1439, 13),
         STEP: (56, 4620, 4039, 17),
     },
     (2, "fits"): {
@@ -50,7 +50,7 @@ BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
         GRADIENT: (24, 1088, 126, 17),
         OPERATOR: (19, 776, 207, 11),
         "backward's fetch": (21, 989, 165, 12),
-        "optimizer.step()": (46, 2096, 1600, 13),
+        "optimizer.step()": (46, 2100, 1600, 13),
         STEP: (61, 4730, 3916, 17),
     },
 }
