@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         SlotError,
         StaleGraphError,
         UnsupportedError,
+        UpdatedInBackwardError,
     )
     from gemini.launch import current_device, launch_from_slurm, launch_from_torch
     from gemini.log import disable_existing_loggers, get_dist_logger
@@ -140,6 +141,7 @@ __all__ = [
     "Tier",
     "Trainer",
     "UnsupportedError",
+    "UpdatedInBackwardError",
     "ZeroInitContext",
     "check_fits",
     "clip_grad_norm_",
@@ -227,6 +229,7 @@ _HOMES = {
         "SlotError",
         "StaleGraphError",
         "UnsupportedError",
+        "UpdatedInBackwardError",
     ),
     "gemini.model.estimate": (
         "MemoryEstimate",

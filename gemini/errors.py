@@ -122,6 +122,13 @@ class UnsupportedError(GeminiError):
     """Something that gemini refuses because its result would be wrong. The message says what to do instead."""
 
 
+class UpdatedInBackwardError(GeminiError):
+    """The backward has updated weights (`update_in_backward`), and something was asked for that needs those before.
+
+    Raised between `backward()` and `step()`, on every rank that asks. Nothing has changed, and `step()` may follow.
+    """
+
+
 def torn(words: str) -> GeminiError:
     """The error for going on after a failure, described by `words`, that left some weights changed and some not."""
     return GeminiError(

@@ -124,9 +124,10 @@ class Settings:
             if the device is an accelerator. Results do not change.
         update_in_backward: True: the backward updates a chunk as soon as its gradient is whole, whose memory is free
             again then: gradients have no homes, 2 bytes a 16-bit parameter less. With `deferred_update` the thread has
-            the rest of the backward, too. A step has one backward, no clipping and no loss scale, `.grad` is None, and
-            a gradient that is not finite skips no step. At stages 1 and 2 of several ranks it has no effect. Results do
-            not change.
+            the rest of the backward, too. A step has one backward, no clipping and no loss scale, and a gradient that
+            is not finite skips no step. Between backward and step, weights and states are new already and gradients
+            are gone: whatever reads or writes them there raises `UpdatedInBackwardError`; hooks see gradients. At
+            stages 1 and 2 of several ranks it has no effect. Results do not change.
         gradient_accumulation_steps: backwards of one optimizer step. With more than 1 the plan has room for the fp32
             sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. 1: they take it beside the plan, from
             the second backward of a step on, and on the host where the device is full. None: as 1, until steps have

@@ -110,7 +110,8 @@ def load_checkpoint(
     """
     manager = model.chunk_manager
     communicator = manager.communicator
-    manager.step.check_idle("load_checkpoint()")
+    # Weights, states and step counts are all set, and gradients dropped: nothing of the backward remains.
+    manager.step.check_idle("load_checkpoint()", after_updates=optimizer is not None and not weights_only)
     what = f"load_checkpoint({str(directory)!r})"
     with torch.no_grad():
         with together(communicator, what):

@@ -192,7 +192,7 @@ class OpenWindow:
             return
         if self._manager.grads.num_backwards:
             # A backward that failed may have left its count: the check recovers from it, and drops what came of it.
-            self._manager.step.check_idle("step()")
+            self._manager.step.check_idle("step()", after_updates=True)
         if self._manager.grads.num_backwards:
             raise GeminiError(
                 "step() has gradients that engine.backward(loss) did not make: call it in place of loss.backward(), as "
@@ -443,7 +443,7 @@ class Engine:
         Raises GeminiError inside a forward or backward, and if a step has failed half way.
         """
         # The check also recovers, as at the beginning of a forward or a step.
-        self.chunk_manager.step.check_idle("recover()")
+        self.chunk_manager.step.check_idle("recover()", after_updates=True)
 
     def discard_window(self) -> None:
         """Drop the micro-batches since the last update, so that they can be repeated. Local, alike on every rank.
@@ -621,7 +621,7 @@ class Engine:
 
         Raises GeminiError inside a forward or backward.
         """
-        self.chunk_manager.step.check_idle("empty_partition_cache()")
+        self.chunk_manager.step.check_idle("empty_partition_cache()", after_updates=True)
         self.chunk_manager.params.release_all()
 
     def offload_states(self, include: Collection[str] | None = None) -> None:

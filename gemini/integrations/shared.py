@@ -159,7 +159,7 @@ def load_shards(folder: Path, model: ShardedModel, optimizer: ShardedOptimizer |
     Raises CheckpointError on all ranks, also if some find it and others do not, and what `load_checkpoint` raises.
     """
     # After a failure that the script caught, ranks start together again before any other collective.
-    model.chunk_manager.step.check_idle("loading a checkpoint")
+    model.chunk_manager.step.check_idle("loading a checkpoint", after_updates=True)
     is_there = bytes([(folder / _TAG).is_dir()])
     found = model.chunk_manager.communicator.all_gather_bytes(is_there, "files of a checkpoint")
     if len({*found}) > 1:

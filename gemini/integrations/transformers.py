@@ -42,7 +42,7 @@ from gemini.launch import launched_config
 from gemini.log import get_dist_logger
 from gemini.model.plain import GatheredParameters
 from gemini.model.sharded_model import ShardedModel
-from gemini.optimizer.sharded_optimizer import ShardedOptimizer
+from gemini.optimizer.sharded_optimizer import ShardedOptimizer, refuse_clipping
 from gemini.settings import BUDGETS, Settings
 from optim import HALF_DTYPES, HybridAdam
 from optim.adam import refuse_unknown_arguments
@@ -537,6 +537,10 @@ class ShardedTraining(_Trainer):
                 # None: super() asks again, as arguments of an optimizer that needs the model are used up there
                 self.optimizer_cls_and_kwargs = fused(*self.get_optimizer_cls_and_kwargs(self.args, self.model))
             sharded, plain = self.sharded_model, super().create_optimizer(model)
+            if self.args.max_grad_norm:
+                # Before the first backward, which would update weights.
+                what = f"TrainingArguments(max_grad_norm={self.args.max_grad_norm:g}), where 0 does not clip,"
+                refuse_clipping(sharded, what)
             options = self.sharding.optimizer_options() | {"clip_grad_norm": None}  # the Trainer clips before each step
             self.optimizer = ShardedOptimizer(sharded, plain, **options)
             if self.lr_scheduler is not None:

@@ -405,7 +405,8 @@ class ShardedModel(PlainView):
         set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
             A step then moves a parameter without a new gradient by its moments, as in plain PyTorch.
 
-        Raises GeminiError if the backward has updated weights (`update_in_backward`) and no step has followed.
+        Raises UpdatedInBackwardError if the backward has updated weights (`update_in_backward`) and no step has
+        followed, and GeminiError if that backward has failed.
         """
         self.chunk_manager.grads.refuse_discard()
         with self.chunk_manager.step.publishing():

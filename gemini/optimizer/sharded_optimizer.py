@@ -85,6 +85,15 @@ def check_max_norm(name: str, value: float | None) -> float | None:
     return float(value)
 
 
+def refuse_clipping(model: ShardedModel, what: str) -> None:
+    """Raises ValueError for `what`, which clips every step, where the model's backwards update weights. Local."""
+    if model.settings.frees_gradients(model.world_size):
+        raise ValueError(
+            f"{what} needs all gradients before the first update, and the model's update_in_backward=True updates "
+            "while they come: leave one of the two out"
+        )
+
+
 def check_clipping(max_norm: float, norm_type: float) -> float:
     """`max_norm` as a float. Raises ValueError for one that is not above 0, and for a norm other than 2 or inf."""
     if norm_type not in (2.0, math.inf):
@@ -170,11 +179,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_other_disk(optimizer, model)
             update = resolve_update(optimizer, elementwise)
             max_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
-            if frees_gradients and max_norm is not None:
-                raise ValueError(
-                    f"clip_grad_norm={max_norm:g} needs all gradients before the first update, and the model's "
-                    "update_in_backward=True updates while they come: leave one of the two out"
-                )
+            if max_norm is not None:
+                refuse_clipping(model, f"clip_grad_norm={max_norm:g}")
             group_of = agreed_groups(manager.step, optimizer)
             if gpu_margin_mem_ratio is not None:
                 model.trainability.change_margin(gpu_margin_mem_ratio)
@@ -261,8 +267,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             max_norm: the largest norm, above 0.
             norm_type: 2 or inf. The 2-norm is exact: it does not depend on chunks, ranks or the order of sums.
 
-        Returns the norm before clipping, a 0-dim tensor; 0 if there is no gradient. Raises ValueError for other
-        arguments, and GeminiError inside a forward or backward.
+        Returns the norm before clipping, a 0-dim tensor; 0 if there is no gradient. With `update_in_backward` only the
+        2-norm can be asked for, with `max_norm=math.inf`. Raises ValueError for other arguments, and GeminiError inside
+        a forward or backward.
         """
         checked = check_clipping(max_norm, norm_type)
         self._check_between_steps("clip_grad_norm_()")
@@ -302,7 +309,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
             A step then moves parameters without a new gradient by their moments.
 
-        Raises GeminiError if the backward has updated weights (`update_in_backward`) and no step has followed.
+        Raises UpdatedInBackwardError if the backward has updated weights (`update_in_backward`) and no step has
+        followed, and GeminiError if that backward has failed.
         """
         self._manager.grads.refuse_discard()
         with self._manager.step.publishing():
@@ -312,7 +320,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_between_steps(self, what: str) -> None:
         if self.is_closed:
             raise GeminiError(f"{what} of an optimizer that was closed: use the model's present one")
-        self._manager.step.check_idle(what)
+        self._manager.step.check_idle(what, after_updates=True)
         if self._manager.is_in_use:
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
 

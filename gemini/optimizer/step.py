@@ -520,16 +520,19 @@ class OptimizerStep:
     def request_clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Let the next step clip its gradients so. Returns their norm before that, 0-dim. Collective.
 
-        Raises GeminiError where backwards update weights.
+        Raises GeminiError where backwards update weights, unless only the norm is asked for.
         """
-        if self._in_backward is not None:
+        asks_only = self._in_backward is not None and math.isinf(max_norm)
+        if self._in_backward is not None and not (asks_only and norm_type == 2.0):
             raise GeminiError(
-                "clip_grad_norm_() needs all gradients before the first update, and update_in_backward=True updates "
-                "while they come: wrap the model without it"
+                f"clip_grad_norm_({max_norm:g}, norm_type={norm_type:g}) needs all gradients before the first update, "
+                "and update_in_backward=True updates while they come: wrap the model without it, or do not clip. "
+                "clip_grad_norm_(math.inf) returns their 2-norm"
             )
         with self._manager.step.publishing():
             self.follow_groups()
-            self._next.requested = (max_norm, norm_type)
+            # The backward has updated as without clipping, which is the same: nothing is requested.
+            self._next.requested = None if asks_only else (max_norm, norm_type)
             self._collect()
             summary = self._summarize(norm_type)
             self._next.saw(summary)
@@ -547,6 +550,7 @@ class OptimizerStep:
         # Everything that may be refused is checked first, while no rank has changed anything.
         if self._in_backward is not None:
             self._in_backward.refuse_other_settings()
+            self._in_backward.refuse_edits()
         self.follow_groups()
         self._updates.refuse_bad_hyperparameters()
         refuse_ungrouped(self._model, self._states)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gemini.errors import BudgetError, GeminiError, UnsupportedError
+from gemini.errors import BudgetError, GeminiError, UnsupportedError, UpdatedInBackwardError
 from gemini.memory.memory import RankMemory, WorkTicket
 from gemini.memory.transfer import Region, ready, wait_on_stream, wait_on_tier
 from gemini.optimizer.chunk_states import ChunkOptimizerState, ChunkStates
@@ -524,17 +524,32 @@ class BackwardUpdates:
         self._settings_then = self._settings()
 
     def refuse_other_settings(self) -> None:
-        """Raises GeminiError if hyperparameters have changed since the backward, which has used those before."""
+        """Raises UpdatedInBackwardError if hyperparameters have changed since the backward, which has used others."""
         if self._step.grads.are_used and self._are_groups_edited():
-            raise GeminiError(
+            raise UpdatedInBackwardError(
                 "param_groups were edited between backward() and step(), and update_in_backward=True has updated with "
                 "those before: edit them after the step, and call optimizer.follow_param_groups()"
             )
         now = self._settings()
         if self._step.grads.are_used and now != self._settings_then:
-            raise GeminiError(
+            raise UpdatedInBackwardError(
                 f"hyperparameters were changed between backward() and step(), from {self._settings_then!r} to {now!r}: "
                 "update_in_backward=True has updated with those before. Set them before the backward, or back now"
+            )
+
+    def refuse_edits(self) -> None:
+        """Raises GeminiError if a view has written to weights since the backward has updated them.
+
+        Writes through the parameter itself are refused before they happen.
+        """
+        step = self._step
+        used = (chunk for chunk in step.chunks if step.grads.is_used(chunk))
+        edited = [managed.name for chunk in used for managed in step.binding.edited_in(chunk)]
+        if edited:
+            raise GeminiError(
+                f"{', '.join(edited)}: written to through a view between backward() and step(), and "
+                "update_in_backward=True had updated them before. The written values are lost for the step: load a "
+                "checkpoint, and write before the backward or after step()"
             )
 
     def use_up(self, gradient: ChunkGradient, reduced: Region) -> bool:
@@ -550,6 +565,11 @@ class BackwardUpdates:
         step.leave_node()
         if not self._may_use(gradient):
             return False
+        if not gradient.is_alone and not gradient.is_whole:
+            # Other ranks may have all of it, and use it up, which the end of the backward tells. Until then slots must
+            # be alike on all ranks: they decide about collectives.
+            step.before_chunk_update(chunk)
+            return False
         self.sums.add(gradient, reduced.flat)
         with step.failures.tearing(), torch.no_grad():
             step.binding.write_back(chunk)
@@ -562,7 +582,9 @@ class BackwardUpdates:
     def refuse_reuse(self, chunk: Chunk) -> None:
         """See `UpdatesInBackward`. Raises GeminiError."""
         grads = self._step.grads
-        if grads.in_backward and grads.is_used(chunk):
+        if not grads.in_backward:
+            grads.refuse_updated("a use of weights", chunk)
+        elif grads.is_used(chunk):
             raise GeminiError(
                 f"the backward needs weights again that it has updated ({chunk.names()}), as where a weight is used "
                 "detached, too, or in several calls with use_reentrant=True: wrap the model without "
@@ -588,12 +610,4 @@ class BackwardUpdates:
             return gradient.is_whole or is_over
         # All ranks must use it up or none: a slot that leaves decides about collectives. So what counts is whether the
         # chunk has come whole on all ranks so far.
-        if gradient.came_in_part or chunk.is_chosen:
-            return False
-        if not gradient.is_whole:
-            missing = next(each.name for each in chunk.parameters if each.requires_grad > gradient.fired[each.position])
-            raise GeminiError(
-                f"no gradient of {missing!r} came in this backward, as in all before, and other ranks may have updated "
-                "its chunk: wrap the model without update_in_backward=True"
-            )
-        return True
+        return not (gradient.came_in_part or chunk.is_chosen)

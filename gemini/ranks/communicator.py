@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini.errors import DivergenceError, UnsupportedError
+from gemini.errors import DivergenceError, UnsupportedError, UpdatedInBackwardError
 from gemini.memory.modes import unhooked
 from gemini.placement.next_use import Events, Phase, StepEvent
 from gemini.ranks.group import Connection, dropped, end_dropped
@@ -435,6 +435,9 @@ class Communicator:
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. Local."""
+        # All ranks refuse it alike, before anything has changed: the step may follow.
+        if isinstance(error, UpdatedInBackwardError):
+            return
         # The failure of a forked child (a DataLoader worker) is not the failure of its rank.
         if self.watch is not None and self._process == os.getpid():
             self.watch.publish(error)

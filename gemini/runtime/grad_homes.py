@@ -14,7 +14,7 @@ from gemini.memory.modes import untracked
 from gemini.memory.slot import SharedStorage, Slot
 from gemini.memory.transfer import Region, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.observe import Observer, OpenMove
-from gemini.placement.demand import Kind, Tier
+from gemini.placement.demand import Kind, Tier, update_tier
 from gemini.placement.gradient_rules import LendingHistory, first_to_spill, lies_beside_gradient
 from gemini.runtime.chunk import Chunk, ParamState
 from gemini.runtime.gradient import ChunkGradient, Content, GradState, ReducedState, UnsyncedState
@@ -291,7 +291,7 @@ class UpdatesInBackward(Protocol):
         """Update the chunk with its gradient, (optim_numel,) on the device. False: it has to rest until the step."""
 
     def refuse_reuse(self, chunk: Chunk) -> None:
-        """Raises GeminiError if a backward has updated the chunk's weights, which it needs as they were."""
+        """Raises GeminiError if a backward has updated the chunk's weights, which are needed as they were before."""
 
     def refuse_gift(self, name: str) -> None:
         """Raises GeminiError for a gradient that a user sets, of the parameter of this name."""
@@ -445,10 +445,13 @@ class GradHomes:
         gradient.home = gradient.own_shard = self._allocate(gradient, gradient.chunk.gradient_dtype)
 
     def _allocate(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
-        """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full."""
+        """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full.
+
+        Gradients are never on the disk: beside parameters that rest there they take the host.
+        """
         numel = gradient.chunk.optim_numel
         try:
-            return self._memory.allocate(gradient.resting.tier, numel, dtype, Kind.GRAD)
+            return self._memory.allocate(update_tier(gradient.resting.tier), numel, dtype, Kind.GRAD)
         except BudgetError as refused:
             # Uncounted, this shortage would make model data give up a part of the device at the next step, as after a
             # step that failed.

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gemini.errors import GeminiError, closed, torn
+from gemini.errors import GeminiError, UpdatedInBackwardError, closed, torn
 from gemini.log import warn_at_script
 from gemini.memory.disk import DiskFailure
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import words_of
 from gemini.runtime.calls import Underway, backward_runs
-from gemini.runtime.grads import GradStore
+from gemini.runtime.grads import NOT_ENDED, GradStore
 from gemini.runtime.params import ParamStore
 
 # Functions in these files may lose their locals. contextlib is one of them, because the frame of a context manager that
@@ -72,7 +72,7 @@ class Failures:
             is_refusal = isinstance(error, GeminiError) and not isinstance(error, DiskFailure)
             self._is_disturbed |= self._communicator.watch is None and not is_refusal
             self._communicator.publish(error)
-            self._has_failed |= self._communicator.watch is None
+            self._has_failed |= self._communicator.watch is None and not isinstance(error, UpdatedInBackwardError)
             self._find_loss()
             # The exit of a torch.no_grad() may have been interrupted.
             torch.set_grad_enabled(builds_graph)
@@ -167,7 +167,7 @@ class Failures:
         self._has_failed = True
         # The backward updates weights, and has not come to all of them. Where it has, the step has nothing left to do.
         if self._grads.are_used and (self._grads.in_backward or self._grads.are_any_left):
-            self._tear(GeminiError("a backward that updates weights, as update_in_backward=True says, did not end"))
+            self._tear(GeminiError(NOT_ENDED))
         clear_our_frames()
         self._underway.reset()
         self._grads.reset()

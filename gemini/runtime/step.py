@@ -450,6 +450,8 @@ class Step:
             # `find` has dropped a backward that is over: this one runs in another thread.
             if self.grads.in_backward:
                 raise other_thread("a backward")
+            # Where every payload is in place no fetch would notice it.
+            self.grads.refuse_updated("a forward")
             self._underway.enter_forward()
         return self.calls.enter(module, None, recomputing), not is_inner
 
@@ -642,8 +644,11 @@ class Step:
         if self.grads.in_backward and backward_runs():
             raise GeminiError(f"{what} inside a backward")
 
-    def check_idle(self, what: str) -> None:
-        """Raises GeminiError inside a forward or backward. Recovers from an earlier failure."""
+    def check_idle(self, what: str, *, after_updates: bool = False) -> None:
+        """Raises GeminiError inside a forward or backward. Recovers from an earlier failure.
+
+        after_updates: it may come between a backward that has updated weights and its step, which is refused else.
+        """
         inside = GeminiError(f"{what} inside a forward or backward of the model is not possible: call it between steps")
         self.failures.find()
         if self.calls.by_thread or self.is_recomputing():
@@ -652,5 +657,7 @@ class Step:
         self.failures.recover()
         if self.grads.in_backward:
             raise inside
+        if not after_updates:
+            self.grads.refuse_updated(what)
         # What follows may be collective: its tags get a position that all ranks share.
         self.position.set(0, Phase.TOUCH)
