@@ -13,7 +13,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +24,7 @@ from torch import nn
 
 from gemini import ShardedModel, ShardedOptimizer
 from gemini.memory.disk import DiskTier, aligned_bytes
+from gemini.memory.workers import WorkPiece
 from optim import HybridAdam
 
 _PIECE = 2**24
@@ -98,8 +98,8 @@ def _own_seconds(folder: Path, num_bytes: int) -> float:
     return taken
 
 
-def _all(tier: DiskTier, there: torch.Tensor, memory: torch.Tensor, reads: bool) -> list[Future[None]]:
-    requests: list[Future[None]] = []
+def _all(tier: DiskTier, there: torch.Tensor, memory: torch.Tensor, reads: bool) -> list[WorkPiece]:
+    requests: list[WorkPiece] = []
     half = there.numel() // 2 // _PIECE * _PIECE
     for start in range(0, there.numel() - _PIECE + 1, _PIECE):
         if reads:
@@ -110,7 +110,7 @@ def _all(tier: DiskTier, there: torch.Tensor, memory: torch.Tensor, reads: bool)
     return requests
 
 
-def _await(requests: Sequence[Future[None]]) -> None:
+def _await(requests: Sequence[WorkPiece]) -> None:
     for each in requests:
         each.result()
 

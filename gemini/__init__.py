@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gemini.elsewhere import missing_in_gemini
+
 # The sister packages have short names, and a user's own `optim.py` or `sharding/` beside a script would win. Without
 # this check the first missing attribute would be reported, somewhere deep in gemini.
 for _name in ("optim", "sharding"):
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
         SlotError,
         StaleGraphError,
         UnsupportedError,
+        UpdatedInBackwardError,
     )
     from gemini.launch import current_device, launch_from_slurm, launch_from_torch
     from gemini.log import disable_existing_loggers, get_dist_logger
@@ -138,6 +141,7 @@ __all__ = [
     "Tier",
     "Trainer",
     "UnsupportedError",
+    "UpdatedInBackwardError",
     "ZeroInitContext",
     "check_fits",
     "clip_grad_norm_",
@@ -225,6 +229,7 @@ _HOMES = {
         "SlotError",
         "StaleGraphError",
         "UnsupportedError",
+        "UpdatedInBackwardError",
     ),
     "gemini.model.estimate": (
         "MemoryEstimate",
@@ -293,7 +298,7 @@ def __getattr__(name: str) -> Any:
         if name in names:
             found = globals()[name] = getattr(import_module(module), name)
             return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing_in_gemini(name)
 
 
 def __dir__() -> list[str]:

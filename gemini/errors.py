@@ -122,9 +122,22 @@ class UnsupportedError(GeminiError):
     """Something that gemini refuses because its result would be wrong. The message says what to do instead."""
 
 
+class UpdatedInBackwardError(GeminiError):
+    """The backward has updated weights (`update_in_backward`), and something was asked for that needs those before.
+
+    Raised between `backward()` and `step()`, on every rank that asks. Nothing has changed, and `step()` may follow.
+    """
+
+
 def torn(words: str) -> GeminiError:
     """The error for going on after a failure, described by `words`, that left some weights changed and some not."""
     return GeminiError(
         f"an optimizer step, or a change of what is trained, failed half way ({words}): some weights are changed and "
         "some are not. Build model and optimizer again and load a checkpoint"
     )
+
+
+def closed(use: str = "") -> GeminiError:
+    """The error for what comes after the model's `close()`. use: what it needs, in words."""
+    why = f" ({use})" if use else ""
+    return GeminiError(f"the model is closed: close() comes after the last use, such as state_dict(){why}")

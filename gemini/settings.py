@@ -124,13 +124,16 @@ class Settings:
             if the device is an accelerator. Results do not change.
         update_in_backward: True: the backward updates a chunk as soon as its gradient is whole, whose memory is free
             again then: gradients have no homes, 2 bytes a 16-bit parameter less. With `deferred_update` the thread has
-            the rest of the backward, too. A step has one backward, no clipping and no loss scale, `.grad` is None, and
-            a gradient that is not finite skips no step. At stages 1 and 2 of several ranks it has no effect. Results do
-            not change.
+            the rest of the backward, too. A step has one backward, no clipping and no loss scale, and a gradient that
+            is not finite skips no step. Between backward and step, weights and states are new already and gradients
+            are gone: whatever reads or writes them there raises `UpdatedInBackwardError`; hooks see gradients. At
+            stages 1 and 2 of several ranks it has no effect. Results do not change.
         gradient_accumulation_steps: backwards of one optimizer step. With more than 1 the plan has room for the fp32
             sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. 1: they take it beside the plan, from
             the second backward of a step on, and on the host where the device is full. None: as 1, until steps have
-            shown how many they have; another plan follows then. Results do not change.
+            shown how many they have; another plan follows then. Under `host_memory` or with a disk, None also keeps
+            room on the host for a second backward of a step, or training is refused; 1 says that there is none.
+            Results do not change.
         reuse_fp16_shard: the reduced gradient is stored in the memory of the 16-bit parameter, and the step makes the
             parameter again from its fp32 master. The bits are the same, and fp16 weights take 2 bytes per parameter
             less. bf16 weights have split masters without it, which take no more (but for stage 1 on several ranks). A
@@ -155,12 +158,13 @@ class Settings:
         host_memory: bytes that chunks may take on the host. None: what is free.
         disk_path: a folder on a local disk for masters and optimizer state that find no room on the host, or for all of
             them with tensor_placement_policy="disk". Each rank has a file there that nobody else sees and that ends
-            with the process. Results do not change. None: nothing rests on a disk.
+            with the process; ranks may have folders of other names. Results do not change. None: nothing rests on a
+            disk.
         disk_memory: bytes that chunks may take there. None: what is free.
         disk_optim_frac: of the masters and optimizer state that would rest on the host, the fraction that rests on the
             disk at least, from the last chunk on. None: none, but with the policy "disk" all.
-        disk_checksums: whether an update ends with an error where it reads other bytes from the disk than the last one
-            wrote: a crc32 of each request, on the cores.
+        disk_checksums: whether an update or a fetch ends with an error where it reads other bytes from the disk than
+            were written, or read there before: a crc32 of each request, on the cores.
         rank_timeout: seconds after which a rank that does not answer counts as lost.
         ignore_unused_parameters: False makes `optimizer.step()` raise if a trainable parameter got no gradient on any
             rank since the last step, and name all that did not.
@@ -309,6 +313,8 @@ class Settings:
         # These two are compared by name: the repr of an object has its address, which differs between ranks.
         values["shard_strategy"] = type(resolve_strategy(self.shard_strategy)).__name__
         values["tensor_placement_policy"] = self.policy.name
+        # Ranks of several nodes may have folders of other names, each node its own scratch.
+        values["disk_path"] = None if self.disk_path is None else "a folder"
         return tuple(f"{name}={value}" for name, value in values.items() if name not in _OF_THIS_RANK)
 
     def _of_policy(self) -> dict[str, float]:
@@ -420,7 +426,11 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 def check_dtype(name: str, dtype: torch.dtype | None, valid: tuple[torch.dtype, ...] = _DTYPES) -> None:
     """Raises ValueError unless weights can be of this dtype."""
     if dtype is not None and dtype not in valid:
-        raise ValueError(f"{name} must be None or one of {', '.join(map(str, valid))}, found {dtype!r}")
+        meant = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+        text = meant.get(str(dtype), dtype)
+        means = [each for each in valid if str(each) in (text, f"torch.{text}")]
+        advice = f": write {means[0]}" if means else ""
+        raise ValueError(f"{name} must be None or one of {', '.join(map(str, valid))}, found {dtype!r}{advice}")
 
 
 def check_device(name: str, device: Device) -> None:

@@ -310,10 +310,26 @@ def _replaced(model: ShardedModel, optimizer: ShardedOptimizer, replace: Callabl
     train_step(model, optimizer, 1)
 
 
-@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3), lambda: nn.Linear(2, 2, device="meta")])
-def test_parameters_without_data_are_refused(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(UnsupportedError, match="has no data yet"):
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.LazyLinear(3), "call the plain module once"),
+        (lambda: nn.Linear(2, 2, device="meta"), "'meta'.*ZeroInitContext"),
+    ],
+)
+def test_parameters_without_data_are_refused(make: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"has no data yet: .*{words}"):
         ShardedModel(nn.Sequential(make()), device="emulated")
+
+
+def test_an_adapter_that_is_added_after_wrapping_is_told_where_it_belongs() -> None:
+    model, optimizer = sharded()
+    adapter = nn.Linear(WIDTH, WIDTH)
+    model.module.layers[0].adapter = adapter
+    with pytest.raises(ValueError, match=r"adapter .* is in the module before it is wrapped"):
+        optimizer.add_param_group({"params": adapter.parameters()})
+    with pytest.raises(GeminiError, match=r"'layers.0.adapter.weight' was added .*peft.get_peft_model.* for adapters"):
+        train_step(model, optimizer)
 
 
 class _Complex(nn.Module):
@@ -343,3 +359,25 @@ def test_a_complex_parameter_is_refused_by_name_before_it_is_trained() -> None:
     )
     model(torch.ones(2, 4)).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.LayerNorm(4), nn.GRU(4, 4))])
+def test_float_inputs_of_a_16_bit_model_are_told_what_to_do(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    model = ShardedModel(make(), device="emulated", dtype=dtype)
+    with pytest.raises((RuntimeError, ValueError), match="type") as caught:
+        model(torch.ones(2, 3, 4))
+    (note,) = caught.value.__notes__
+    assert f"weights are {dtype} and an input is torch.float32" in note and "cast_inputs" in note
+    assert (
+        ShardedModel(make(), device="emulated", dtype={"": dtype, "*": torch.float32})(torch.ones(2, 3, 4)) is not None
+    )
+    with pytest.raises(RuntimeError) as caught:
+        ShardedModel(nn.Linear(4, 4), device="emulated")(torch.ones(2, 4, dtype=dtype))
+    assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16"])
+def test_a_dtype_in_quotes_is_answered_with_the_dtype(name: str) -> None:
+    with pytest.raises(ValueError, match=f"found '{name}': write torch.bfloat16"):
+        ShardedModel(nn.Linear(4, 4), dtype=name)  # type: ignore[arg-type]

@@ -136,3 +136,32 @@ def test_forward_has_the_signature_of_the_wrapped_modules() -> None:
     own = Own(build(), device="emulated")
     assert list(inspect.signature(own.forward).parameters) == ["first"]
     assert torch.equal(own(inputs(0)), -build()(inputs(0)))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("join", "equally many batches"),
+        ("register_comm_hook", "reduce_dtype="),
+        ("summon_full_params", "gemini.GatheredParameters"),
+        ("unshard", "gemini.GatheredParameters"),
+        ("set_requires_gradient_sync", "no_sync"),
+        ("clip_grad_norm_", "ShardedOptimizer.clip_grad_norm_"),
+        ("optim_state_dict", "save_checkpoint"),
+    ],
+)
+def test_a_method_of_torchs_wrappers_says_what_to_use(name: str, words: str) -> None:
+    model, _ = sharded()
+    assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match=rf"a ShardedModel has no '{name}': .*{words}"):
+        getattr(model, name)
+    with pytest.raises(AttributeError, match="'Mlp' object has no attribute 'nothing_of_theirs'"):
+        _ = model.nothing_of_theirs
+
+
+def test_the_modules_own_method_of_such_a_name_is_called() -> None:
+    class Joins(Mlp):
+        def join(self) -> str:
+            return "joined"
+
+    assert wrap(make=Joins).join() == "joined"

@@ -186,7 +186,7 @@ class WholeGradient:
     def write(self, whole: Tensor) -> None:
         """Set the gradient to `whole`, laid out as by `gather()`; each rank keeps its part. Collective at stage 0."""
         step = self.link.step
-        step.check_idle(f"a write to the gradient of {self.managed.name!r}")
+        step.check_idle(f"a write to the gradient of {self.managed.name!r}", after_updates=True)
         with step.publishing(), torch.inference_mode(False), torch.no_grad():
             self._check()
             _write(self.link, whole)
@@ -197,6 +197,11 @@ class WholeGradient:
                 f"the gradient of {self.managed.name!r} was used by a step or discarded since this .grad was taken: "
                 "keep a clone() of it"
             )
+        # It is shown all the same: a loop that passes over gradients of None would silently do nothing.
+        self._grads.refuse_updated(
+            f"a use of the gradient of {self.managed.name!r}, which a hook sees in the backward (register_hook),",
+            self.managed.chunk,
+        )
 
 
 def has_gradient(link: Link) -> bool:
@@ -218,13 +223,13 @@ def has_gradient(link: Link) -> bool:
         # Inside a backward: gradients that wait in `.grad` set their flags first.
         link.step.reductions.collect_all()
     gradient = gradients.find(managed.chunk)
-    return gradient is not None and bool(gradient.agreed[managed.position]) and not gradient.is_used
+    return gradient is not None and bool(gradient.agreed[managed.position])
 
 
 def assign(link: Link, value: Tensor) -> None:
     """Carry out `parameter.grad = value`. Collective if no rank had a gradient of it. Raises before any change."""
     managed, step = link.managed, link.step
-    step.check_idle(f"setting the gradient of {managed.name!r}")
+    step.check_idle(f"setting the gradient of {managed.name!r}", after_updates=True)
     with step.publishing(), torch.inference_mode(False), torch.no_grad():
         # Checked inside `publishing`, because other ranks may wait for this one in the agreement below.
         if not isinstance(value, Tensor):
@@ -416,7 +421,7 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
             result = func(*plain_args, **plain_kwargs)
     finally:
         # No operation reports the write of a Python loop.
-        if name in _NO_OPERATIONS and args[0] is found[0]:
+        if name in NO_OPERATIONS and args[0] is found[0]:
             writes.note_write(0)
         written = {link: pair for i, (link, pair) in enumerate(wholes.items()) if i in writes.written}
         for source, _ in written.values():
@@ -529,7 +534,7 @@ def _refuse(what: str, gradient: ReducedGradient, *args: Any, **kwargs: Any) -> 
 
 
 # These functions write in a Python loop, which no schema describes.
-_NO_OPERATIONS = ("apply_", "map_", "map2_")
+NO_OPERATIONS = ("apply_", "map_", "map2_")
 _READS_DATA: set[Any] = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__get__: _detach,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -286,6 +287,17 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
 """What torch would run, and what is run in its place."""
 
 
+class ZeroParamStatus(Enum):
+    """DeepSpeed's words for where a parameter's values are, for scripts of its users."""
+
+    AVAILABLE = 1
+    """They are whole on this rank."""
+    NOT_AVAILABLE = 2
+    """They are in their chunk, and fetched when something reads them."""
+    INFLIGHT = 3
+    """Never said: what reads a parameter waits for it."""
+
+
 # -- Released parameters: they look like the parameters they are, and fetch themselves when something reads them.
 #
 # A parameter is a plain `nn.Parameter` only while an operator of its chunk runs inside a step. Otherwise its class is
@@ -313,6 +325,23 @@ class ReleasedParameter(nn.Parameter):
     @property
     def _fsdp_orig_uid(self) -> NoReturn:
         raise cannot_take("fully_shard", known_link_of(self).managed.name)
+
+    # Scripts for DeepSpeed read these of a parameter that `gemini.deepspeed` has marked with a `ds_id`.
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Where the values are. Local. Raises AttributeError where nobody has marked the parameter."""
+        if "ds_id" not in vars(self):
+            raise AttributeError("ds_status")
+        return ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> NoReturn:
+        """Not there. Raises AttributeError, which says what to use."""
+        raise AttributeError(
+            f"parameter {known_link_of(self).managed.name!r} has no 'ds_tensor': its part of a chunk moves. "
+            "gemini.safe_get_local_fp32_param(parameter) is this rank's part, safe_set_local_fp32_param sets it"
+        )
 
     # torch never calls __torch_function__ for these.
 

@@ -85,7 +85,7 @@ class States:
     def of_optimizer(self, chunk: Chunk, name: str) -> FlatAccess:
         """A state that the optimizer keeps of the chunk, such as "exp_avg"."""
         assert self.kept is not None, "there is no optimizer"
-        return FlatAccess(self.step, chunk, self.kept.region_of(chunk, name))
+        return OptimizerAccess(self.step, chunk, self.kept, name)
 
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
         """The names for `of_optimizer` that a parameter has."""
@@ -293,6 +293,19 @@ class FlatAccess(StateAccess):
         # The empty first part gives dtype and device if this rank has no piece.
         self.set_local(managed, torch.cat([values[:0], *managed.parts_of(values)]))
 
+    def set_of_each_rank(self, managed: ManagedParameter, values: Tensor) -> None:
+        """Call `set_whole` with values that may differ by rank: each rank's own part counts. Collective at stage 0.
+
+        Without the exchange, ranks that hold whole gradients or states would step their copies of the weights apart.
+        """
+        chunk = self.chunk
+        if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:
+            # Every rank holds all of it here. Each contributes the part that would be its shard.
+            pieces = chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
+            own = [values[piece.from_start(managed.offset).in_payload] for piece in pieces]
+            values = _joined(self.step, managed, torch.cat([values[:0], *own]).to(self.device))
+        self.set_whole(managed, values)
+
     def fill(self, managed: ManagedParameter, read_into: Callable[[int, Tensor], None]) -> None:
         """Set this rank's part of a parameter from a file. Local.
 
@@ -300,6 +313,18 @@ class FlatAccess(StateAccess):
         """
         for piece, target in zip(managed.pieces, managed.own_parts(self._flat), strict=True):
             read_into(piece.payload_start - managed.offset, target)
+
+
+class OptimizerAccess(FlatAccess):
+    """A state that the optimizer keeps."""
+
+    def __init__(self, step: Step, chunk: Chunk, kept: StateStore, name: str) -> None:
+        super().__init__(step, chunk, kept.region_of(chunk, name))
+        self._kept, self._name = kept, name
+
+    def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
+        super().set_local(managed, values)
+        self._kept.note_write(managed, self._name)
 
 
 class GradientAccess(FlatAccess):
@@ -330,19 +355,6 @@ class GradientAccess(FlatAccess):
         self._gradient.note_given(managed.position)
         # What earlier reads of `.grad` have gathered is stale from here on.
         self._gradient.count_write()
-
-    def set_of_each_rank(self, managed: ManagedParameter, values: Tensor) -> None:
-        """Call `set_whole` with values that may differ by rank: each rank's own part counts. Collective at stage 0.
-
-        Without the exchange, ranks that hold whole gradients would step their copies of the weights apart.
-        """
-        chunk = self.chunk
-        if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:
-            # Every rank holds the whole gradient here. Each contributes the part that would be its shard.
-            pieces = chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
-            own = [values[piece.from_start(managed.offset).in_payload] for piece in pieces]
-            values = _joined(self.step, managed, torch.cat([values[:0], *own]).to(self.device))
-        self.set_whole(managed, values)
 
     def _shown(self, managed: ManagedParameter, kept: Tensor) -> Tensor:
         inv_scale, clip = self._factors_of(managed)

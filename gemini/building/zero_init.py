@@ -58,7 +58,7 @@ class ColossalArguments:
     process_group: dist.ProcessGroup | None
     default_dtype: torch.dtype | None = None
     seed: int | None = None
-    num_elements: Tensor | None = None  # one integer, to which the number of elements of all parameters is added
+    num_elements: Tensor | None = None  # one integer of the user's, to which the elements of all parameters are added
 
     @staticmethod
     def of(
@@ -111,11 +111,6 @@ class ColossalArguments:
                 yield
             finally:
                 torch.set_default_dtype(before)
-
-    def count(self, num_elements: int) -> None:
-        """Add `num_elements` to the user's tensor, if there is one. Local."""
-        if self.num_elements is not None:
-            self.num_elements.add_(num_elements)
 
 
 # -- `ZeroInitContext`: a model is sharded while it is built, so that no rank ever holds it whole.
@@ -196,6 +191,9 @@ class ZeroInitContext:
         self._strategy = resolve_strategy("bucket" if shard_strategy is None else shard_strategy)
         self._shards = shard_param
         self._dtype = self._colossal.dtype
+        given = self._colossal.num_elements
+        self.model_numel_tensor = torch.zeros(1, dtype=torch.int64, device="cpu") if given is None else given
+        """The number of elements of all parameters that were built, in Colossal-AI's form: a tensor of one integer."""
         self._group = self._colossal.process_group
         self._home = home
         self._disk_path = disk_path
@@ -300,7 +298,7 @@ class ZeroInitContext:
         # While something uses a parameter on shards its class is `nn.Parameter` too. Only its link tells.
         parameters = [(name, p) for name, p in self._pending.items() if any_link_of(p) is None]
         self._pending = {}
-        self._colossal.count(sum(parameter.numel() for _, parameter in parameters))
+        self.model_numel_tensor.add_(sum(parameter.numel() for _, parameter in parameters))
         if parameters and self._store is not None:
             # The number tells operators of one class apart: under construction a module has no name in the model yet.
             self._store.shard(f"{operator} {self._store.num_operators}", parameters)
@@ -309,7 +307,7 @@ class ZeroInitContext:
         with torch.no_grad():
             # A child's parameters were registered again with each of its parents: take each one once.
             for parameter in dict.fromkeys(self._whole):
-                self._colossal.count(parameter.numel())
+                self.model_numel_tensor.add_(parameter.numel())
                 moved = parameter.data.to(self._device)
                 if self._dtype is not None and moved.dtype in (torch.float32, torch.float16, torch.bfloat16):
                     # The rounding is that of shards (`BuiltChunks.cast`), so `shard_param` changes no bit.

@@ -37,10 +37,11 @@ def weights(
     """Every parameter and buffer of a checkpoint, whole, one after the other, under its first name. Local.
 
     dtype: "own" is that of the model which was saved; "fp32" keeps masters as they are; or "bf16", "fp16". Buffers keep
-        theirs. Raises CheckpointError and OSError, and ValueError for another dtype.
+        theirs. Raises CheckpointError, also for a tensor that is not as it was written, and OSError, and ValueError for
+        another dtype.
     """
     source = SavedCheckpoint(Directory(directory).find(tag))
-    with OpenFiles() as files:
+    with source.checked_files() as files:
         for fact, target in _targets(source, dtype):
             yield fact.name, _weight(source, fact, target, files)
 
@@ -70,16 +71,34 @@ def export_weights(
         config: a folder whose `config.json`, tokenizer and other small files are copied, or one such file.
         told: called with numbers of bytes as they are written.
 
-    Returns the folder. Raises CheckpointError and OSError, and ValueError for another dtype.
+    Every tensor is compared with its checksum. Returns the folder. Raises CheckpointError and OSError, and ValueError
+    for another dtype; nothing is in the folder then.
     """
     source = SavedCheckpoint(Directory(directory).find(tag))
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there and not empty: name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    if config is not None:
-        _copy_config(Path(config), folder)
-        _say_dtype(folder / "config.json", _targets(source, dtype))
+    try:
+        if config is not None:
+            _copy_config(Path(config), folder)
+            _say_dtype(folder / "config.json", _targets(source, dtype))
+        _write_weights(source, folder, dtype, max_file_bytes, only_trained, told)
+    except BaseException:
+        for each in folder.iterdir():  # it was empty
+            each.unlink()
+        raise
+    return folder
+
+
+def _write_weights(
+    source: SavedCheckpoint,
+    folder: Path,
+    dtype: str,
+    max_file_bytes: int,
+    only_trained: bool,
+    told: Callable[[int], None] | None,
+) -> None:
     left_out = {fact.name for fact in source.manifest.parameters if only_trained and not fact.trained}
     wanted = [(fact, target) for fact, target in _targets(source, dtype) if fact.name not in left_out]
     files = _divided(wanted, max_file_bytes)
@@ -90,7 +109,7 @@ def export_weights(
     )
     index: dict[str, str] = {}
     total = 0
-    with OpenFiles() as opened:
+    with source.checked_files() as opened:
         for name, its in zip(names, files, strict=True):
             parts = [Part(fact.name, whole(fact.shape), target) for fact, target in its]
             file = TensorFile(folder / name, parts, is_sharded=False)
@@ -107,7 +126,6 @@ def export_weights(
     if len(files) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         write_durably(folder / INDEX, text.encode())
-    return folder
 
 
 def num_bytes(directory: str | os.PathLike[str], tag: str | None = None, dtype: str = "own") -> int:

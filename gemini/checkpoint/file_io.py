@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from gemini.checksum import crc32
 from gemini.errors import CheckpointError
 
 PIECE_BYTES = 2**23
@@ -69,8 +69,8 @@ class DiskIO:
         """
         if len(data) < PIECE_BYTES:
             write_all(file.number, data, position)
-            return zlib.crc32(data)
-        crc = self._threads().submit(zlib.crc32, data)
+            return crc32(data)
+        crc = self._threads().submit(crc32, data)
         try:
             self._write(file, data, position)
         finally:

@@ -10,14 +10,14 @@ process holds more than one tensor besides.
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import re
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 from gemini.checkpoint.directory import Directory, check_tag
+from gemini.checkpoint.exporting import INDEX
 from gemini.checkpoint.loading import SavedCheckpoint
 from gemini.checkpoint.manifest import (
     MANIFEST,
@@ -58,6 +59,7 @@ from gemini.checkpoint.tensor_files import (
 )
 from gemini.checkpoint.values import encode, name_of
 from gemini.checkpoint.writing import rank_name
+from gemini.checksum import crc32
 from gemini.errors import CheckpointError
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "decoupled_weight_decay")
@@ -93,8 +95,14 @@ class ForeignCheckpoint:
         fact = ParameterFact(
             name=name, shape=tensor.shape, dtype=name_of(dtype or tensor.dtype), aliases=tuple(aliases), trained=trained
         )
+        self.add(WEIGHT + name, tensor)
         self.parameters.append(fact)
-        self.tensors[WEIGHT + name] = tensor
+
+    def add(self, key: str, tensor: ForeignTensor) -> None:
+        """A tensor under a key of ours. Raises CheckpointError if there is another one: one of them would be lost."""
+        if key in self.tensors:
+            raise CheckpointError(f"there are two tensors of the name {key!r}: which one counts cannot be known")
+        self.tensors[key] = tensor
 
     def note_trained(self, names: Collection[str]) -> None:
         """These parameters were trained."""
@@ -102,8 +110,8 @@ class ForeignCheckpoint:
 
     def add_buffer(self, name: str, value: Tensor) -> None:
         """A buffer."""
+        self.add(WEIGHT + name, _here(name, value))
         self.buffers.append(ParameterFact(name=name, shape=tuple(value.shape), dtype=name_of(value.dtype)))
-        self.tensors[WEIGHT + name] = _here(value)
 
 
 def import_checkpoint(
@@ -132,7 +140,8 @@ def import_checkpoint(
         if not can_hold(each.dtype):
             raise CheckpointError(f"{key} is {each.dtype}, which safetensors files cannot hold")
     where = Directory(directory)
-    folder = where.begin(check_tag(tag))
+    draft = where.begin(check_tag(tag))
+    folder = draft.path
     try:
         parts = [Part(key, whole(each.shape), each.dtype) for key, each in given.tensors.items()]
         file = TensorFile(folder / f"states-00000-0{SUFFIX}", parts)
@@ -155,12 +164,12 @@ def import_checkpoint(
             buffers=given.buffers,
             extra_states={},
             optimizer=given.optimizer,
-            ranks=[RankSummary(file=rank_name(0), num_bytes=len(data), crc32=zlib.crc32(data))],
+            ranks=[RankSummary(file=rank_name(0), num_bytes=len(data), crc32=crc32(data))],
         )
         write_durably(folder / MANIFEST, dump_manifest(manifest))
-        return where.commit(tag)
+        return draft.commit()
     except BaseException:
-        where.abandon(tag)
+        draft.abandon()
         raise
 
 
@@ -179,7 +188,10 @@ def read_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint:
     folder = _deepspeed_folder(path)
     if folder is not None:
         return _ZeroFolder(folder).read()
+    if (path / INDEX).is_file():
+        return _of_index(path)
     paths = sorted(path.glob(f"*{SUFFIX}"))
+    _refuse_missing_shards(path, paths)
     if not paths:
         raise CheckpointError(
             f"{path} is no checkpoint that can be imported: it has no {SUFFIX} files (Hugging Face), no .metadata "
@@ -200,24 +212,82 @@ def _weights_of_file(path: Path) -> ForeignCheckpoint:
         raise CheckpointError(f"{path} is no state dict of weights: it has no tensors by name")
     found = ForeignCheckpoint()
     for name, value in tensors.items():
-        found.add_weight(name, _here(value))
+        found.add_weight(name, _here(name, value))
     return found
+
+
+def _of_index(folder: Path) -> ForeignCheckpoint:
+    """A folder of Hugging Face's whose index says which file has which tensor: other files are not the model's."""
+    index = folder / INDEX
+    try:
+        files: dict[str, str] = {
+            str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged, or no index of safetensors files: {error!r}") from None
+    names = sorted({*files.values()})
+    # The names come from a file: they must not lead anywhere else.
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(missing[:5])}, of which {INDEX} says that weights are in them"
+        )
+    found: dict[str, StoredTensor] = {}
+    for file in names:
+        its = tensors_in([folder / file])
+        wanted = [name for name, where in files.items() if where == file]
+        lacking = sorted({*wanted} - {*its})
+        if lacking:
+            raise CheckpointError(f"{folder / file} lacks {', '.join(lacking[:5])}, which {INDEX} says to be in it")
+        found |= {name: its[name] for name in wanted}
+    return _weights(found)
+
+
+_SHARD = re.compile(rf"(.+)-\d{{5}}-of-(\d{{5}}){re.escape(SUFFIX)}")
+
+
+def _refuse_missing_shards(folder: Path, paths: Sequence[Path]) -> None:
+    """Files that say of how many they are one: all of them must be there, if there is no index."""
+    numbered = [match for path in paths if (match := _SHARD.fullmatch(path.name))]
+    for stem, count in sorted({(match[1], match[2]) for match in numbered}):
+        wanted = [f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1)]
+        missing = [name for name in wanted if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {', '.join(missing[:5])}: it has {len(numbered)} of {int(count)} files"
+            )
 
 
 def _weights(stored: Mapping[str, StoredTensor]) -> ForeignCheckpoint:
     found = ForeignCheckpoint()
     for name, each in stored.items():
+        if (missing := each.missing()) < 0:
+            files = ", ".join(sorted({part.path.name for part in each.parts}))
+            raise CheckpointError(
+                f"there are two tensors of the name {name!r}, in {files}: name one of the files, or give the folder "
+                f"a {INDEX}"
+            )
+        if missing:
+            raise CheckpointError(f"the files lack {missing} elements of {name!r}: a file of the folder is missing")
         found.add_weight(name, ForeignTensor(each.shape, each.dtype, partial(_read, each)))
     return found
 
 
-def _read(stored: StoredTensor) -> Tensor:
-    with OpenFiles() as files:
+def _read(stored: StoredTensor, crc32_of: Mapping[Path, Mapping[str, int]] | None = None) -> Tensor:
+    with OpenFiles(crc32_of) as files:
         return stored.whole(files)
 
 
-def _here(value: Tensor) -> ForeignTensor:
+def _here(name: str, value: Tensor) -> ForeignTensor:
+    _refuse_sparse(name, value.layout)
     return ForeignTensor(tuple(value.shape), value.dtype, lambda: value)
+
+
+def _refuse_sparse(name: str, layout: torch.layout) -> None:
+    if layout is not torch.strided:
+        raise CheckpointError(
+            f"{name} is a sparse tensor ({layout}), which safetensors files cannot hold: to_dense() it"
+        )
 
 
 # -- DeepSpeed
@@ -243,6 +313,7 @@ _STAND_INS = [
         "utils.tensor_fragment.fragment_address",
     )
 ]
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # with which such files begin: a pickled magic number
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 
 
@@ -259,6 +330,13 @@ def _load(path: Path) -> Any:
             "with DeepSpeed's ds_to_universal"
         ) from None
     except (RuntimeError, ValueError, EOFError) as error:
+        with open(path, "rb") as file:
+            is_legacy = file.read(len(_LEGACY)) == _LEGACY
+        if is_legacy:
+            raise CheckpointError(
+                f"{path} has the format of torch.save before torch 1.6 (_use_new_zipfile_serialization=False), which "
+                "cannot be mapped: write it again with torch.save(torch.load(path, weights_only=True), path)"
+            ) from None
         raise CheckpointError(f"{path} is damaged, or no file of torch.save: {str(error).splitlines()[0]}") from None
 
 
@@ -364,7 +442,7 @@ class _ZeroFolder:
 
     def _add_states(self, name: str, shape: tuple[int, ...], reads: Mapping[str, Callable[[], Tensor]]) -> None:
         for state, read in reads.items():
-            self._found.tensors[state_key(name, state)] = ForeignTensor(shape, torch.float32, read)
+            self._found.add(state_key(name, state), ForeignTensor(shape, torch.float32, read))
         self._states[name] = list(reads)
 
     def _note_step(self, name: str, entry: Mapping[str, Any] | None, group: Mapping[str, Any]) -> None:
@@ -379,7 +457,7 @@ class _ZeroFolder:
         for name, value in self._model["module"].items():
             if name in others or not isinstance(value, Tensor):
                 continue
-            tensor = _here(value)
+            tensor = _here(name, value)
             if name in shapes and value.shape != shapes[name]:
                 place = _Place(tuple(shapes[name]), 0)
                 parts = [[each["frozen_param_fragments"][name].reshape(-1)] for each in self._models]
@@ -545,33 +623,88 @@ class _SafePlanner(DefaultLoadPlanner):
         self.plain[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-_OPTIM = re.compile(r"(?:.*\.)?(?:optim|optimizer|optimizer_state|optim_state)\.state\.(.+)\.([^.]+)\Z")
-_GROUPS = re.compile(r"(?:.*\.)?(?:optim|optimizer|optimizer_state|optim_state)\.param_groups\.(.+)\.([^.]+)\Z")
-_MODEL = re.compile(r"(?:.*\.)?(?:model|module|state_dict)\.(.+)\Z")
+# [Note: Names in DCP's files] A key such as "model.model.norm.weight" does not say which "model" is the dict that the
+# script saved, and which is a child of the module. The metadata has the path of each key through the nested dicts:
+# ("model", "model.norm.weight"). The first dict with one of these names holds the state, all behind it is the name.
+
+_OPTIMIZERS = ("optim", "optimizer", "optimizer_state", "optim_state")
+_MODELS = ("model", "module", "state_dict")
+_STATE = re.compile(r"state\.(.+)\.([^.]+)\Z")
+_GROUP = re.compile(r"param_groups\.(.+)\.([^.]+)\Z")
+_DDP = "module."  # in front of all names of a module that DistributedDataParallel has wrapped
+
+
+def _places_of_dcp(metadata: Metadata) -> dict[str, tuple[bool, str]]:
+    """Of each key: whether it is in an optimizer's state dict, and its name there. See [Note: Names in DCP's files]."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    keys = list(metadata.state_dict_metadata)
+    if not all(key in paths for key in keys):
+        paths = _guessed_paths(keys)
+    return {key: _place_of(tuple(map(str, paths[key]))) for key in keys}
+
+
+def _place_of(path: tuple[str, ...]) -> tuple[bool, str]:
+    for number, each in enumerate(path[:-1]):
+        rest = ".".join(path[number + 1 :])
+        if each in _MODELS:
+            return False, rest
+        if each in _OPTIMIZERS and (_STATE.match(rest) or _GROUP.match(rest)):
+            return True, rest
+    return False, ".".join(path)
+
+
+def _guessed_paths(keys: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Paths for files of other writers, which have none: dicts are what the keys of all weights have in common."""
+    found: dict[str, tuple[str, ...]] = {}
+    weights: dict[str, list[str]] = {}
+    for key in keys:
+        parts = key.split(".")
+        if _place_of(tuple(parts))[0]:
+            found[key] = tuple(parts)
+        else:
+            weights[key] = parts
+    dicts = sorted(parts[:-1] for parts in weights.values())
+    # Of sorted lists the first and the last have in common what all have.
+    pairs = zip(dicts[0], dicts[-1], strict=False) if dicts else ()
+    common = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    depth = next((number + 1 for number, each in enumerate(common) if each in _MODELS), 0)
+    return found | {key: (*parts[:depth], ".".join(parts[depth:])) for key, parts in weights.items()}
 
 
 def _of_dcp(path: Path) -> ForeignCheckpoint:
-    metadata = _SafeReader(path).read_metadata().state_dict_metadata
-    tensors = {key: its for key, its in metadata.items() if isinstance(its, TensorStorageMetadata)}
+    metadata = _SafeReader(path).read_metadata()
+    stored_in = {str(each.relative_path) for each in (metadata.storage_data or {}).values()}
+    missing = sorted(name for name in stored_in if not (path / name).is_file())
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {', '.join(missing[:5])}, of which its .metadata says that tensors are there"
+        )
+    every = metadata.state_dict_metadata
+    tensors = {key: its for key, its in every.items() if isinstance(its, TensorStorageMetadata)}
+    places = _places_of_dcp(metadata)
+    weights = [places[key][1] for key in tensors if not places[key][0]]
+    wrapped = _DDP if weights and all(name.startswith(_DDP) for name in weights) else ""
     found = ForeignCheckpoint()
     states: dict[str, list[str]] = {}
     scalars: dict[str, str] = {}
     for key, its in tensors.items():
         shape, dtype = tuple(its.size), its.properties.dtype
+        _refuse_sparse(key, its.properties.layout)
         tensor = ForeignTensor(shape, dtype, partial(_read_dcp, path, key, shape, dtype))
-        state = _OPTIM.match(key)
+        is_state, name = places[key]
+        state = _STATE.match(name) if is_state else None
         if state is not None and state[2] == "step":
             scalars[state[1]] = key
         elif state is not None:
             states.setdefault(state[1], []).append(state[2])
-            found.tensors[state_key(state[1], state[2])] = tensor
+            found.add(state_key(state[1], state[2]), tensor)
         else:
-            model = _MODEL.match(key)
-            found.add_weight(key if model is None else model[1], tensor)
+            found.add_weight(name.removeprefix(wrapped), tensor)
     if states or scalars:
         steps = {name: int(_read_dcp(path, key, (), torch.float32)) for name, key in scalars.items()}
         trained = list(dict.fromkeys([*steps, *states]))
-        groups = _groups_of_dcp(path, [key for key in metadata if key not in tensors], trained)
+        groups_in = {key: match for key in every if key not in tensors if (match := _GROUP.match(places[key][1]))}
+        groups = _groups_of_dcp(path, groups_in, trained)
         found.optimizer = _optimizer(groups, states, {name: steps.get(name, 0) for name in trained})
         found.note_trained({*trained})
     return found
@@ -583,9 +716,8 @@ def _read_dcp(path: Path, key: str, shape: tuple[int, ...], dtype: torch.dtype) 
     return state[key]
 
 
-def _groups_of_dcp(path: Path, keys: Sequence[str], trained: Sequence[str]) -> list[dict[str, Any]]:
+def _groups_of_dcp(path: Path, matches: Mapping[str, re.Match[str]], trained: Sequence[str]) -> list[dict[str, Any]]:
     """The param groups. DCP has a value for each setting of each group, or of each parameter by its name."""
-    matches = {key: match for key in keys if (match := _GROUPS.match(key))}
     planner = _SafePlanner()
     if matches:
         load_dcp(dict.fromkeys(matches), storage_reader=_SafeReader(path), planner=planner, no_dist=True)
@@ -631,8 +763,15 @@ def is_ours(directory: str | os.PathLike[str], tag: str | None = None) -> bool:
 
 
 def read_ours(directory: str | os.PathLike[str], tag: str | None = None) -> ForeignCheckpoint:
-    """The weights of a checkpoint of ours. Raises CheckpointError and OSError."""
+    """The weights of a checkpoint of ours, each compared with its checksum as it is read.
+
+    Raises CheckpointError and OSError.
+    """
     source = SavedCheckpoint(Directory(directory).find(tag))
     stored = {key: each for key, each in source.tensors.items() if key.startswith(WEIGHT)}
-    tensors = {key: ForeignTensor(each.shape, each.dtype, partial(_read, each)) for key, each in stored.items()}
+    with source.checked_files() as files:
+        crc32_of = files.crc32
+    tensors = {
+        key: ForeignTensor(each.shape, each.dtype, partial(_read, each, crc32_of)) for key, each in stored.items()
+    }
     return ForeignCheckpoint(tensors, source.manifest.parameters, source.manifest.buffers)

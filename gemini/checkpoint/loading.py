@@ -31,6 +31,7 @@ from gemini.checkpoint.manifest import (
     read_manifest,
     state_key,
     verify_files,
+    verify_headers,
 )
 from gemini.checkpoint.tensor_files import OpenFiles, Order, StoredTensor, tensors_in
 from gemini.checkpoint.values import decode, load_into, pairs, set_random_state
@@ -109,7 +110,8 @@ def load_checkpoint(
     """
     manager = model.chunk_manager
     communicator = manager.communicator
-    manager.step.check_idle("load_checkpoint()")
+    # Weights, states and step counts are all set, and gradients dropped: nothing of the backward remains.
+    manager.step.check_idle("load_checkpoint()", after_updates=optimizer is not None and not weights_only)
     what = f"load_checkpoint({str(directory)!r})"
     with torch.no_grad():
         with together(communicator, what):
@@ -135,6 +137,15 @@ class SavedCheckpoint:
         self.manifest: Manifest = read_manifest(folder)
         self.ranks: list[RankFile] = rank_files(folder, self.manifest)
         self.tensors: dict[str, StoredTensor] = tensors_in(folder / name for each in self.ranks for name in each.files)
+
+    def checked_files(self) -> OpenFiles:
+        """Files for whole tensors, which are compared with their checksums as they are read.
+
+        Raises OSError and CheckpointError.
+        """
+        for rank_file in self.ranks:
+            verify_headers(self.folder, rank_file)
+        return OpenFiles({self.folder / name: its.crc32 for each in self.ranks for name, its in each.files.items()})
 
     def verify(self, communicator: Communicator) -> None:
         """Verify this rank's part of the files."""
@@ -179,6 +190,7 @@ class _Load:
         """See whether everything fits. Local; changes nothing. Raises CheckpointError, ValueError or KeyError."""
         manifest, rank = self._manifest, self._manager.communicator.rank
         self._check_tensors()
+        self._check_expanded()
         its = self._source.ranks[rank] if rank < manifest.world_size else None
         fits = _Fitting(
             extra=decode(manifest.extra),
@@ -334,8 +346,28 @@ class _Load:
                 FlatAccess(self._manager.step, chunk, region).fill(managed, _Reader(managed, stored, files).read_into)
             yield chunk, region, sorted(found)
 
+    def _check_expanded(self) -> None:
+        """Raises CheckpointError for a buffer whose elements share memory, and cannot take what was saved. Local."""
+        with OpenFiles() as files:
+            for name, value, stored in self._plain_stored():
+                if not torch._debug_has_internal_overlap(value):
+                    continue
+                saved = stored.whole(files)
+                one = _without_repeats(saved, value).expand_as(saved).contiguous()
+                shares = torch._debug_has_internal_overlap(_without_repeats(value, value)) == 1
+                if shares or not torch.equal(one.view(torch.uint8), saved.contiguous().view(torch.uint8)):
+                    raise CheckpointError(
+                        f"{name} is a buffer whose elements share memory, as after expand(), and the checkpoint has "
+                        "different values for them: register a contiguous() copy. Nothing was loaded"
+                    )
+
     def _load_plain(self, files: OpenFiles) -> None:
-        """Set buffers, and parameters in no chunk: to this rank's own, where it has saved others than rank 0's."""
+        """Set buffers, and parameters in no chunk."""
+        for _, value, stored in self._plain_stored():
+            _without_repeats(value, value).copy_(_without_repeats(stored.whole(files), value))
+
+    def _plain_stored(self) -> Iterator[tuple[str, Tensor, StoredTensor]]:
+        """Tensors in no chunk, and what they become: this rank's own, where it has saved others than rank 0's."""
         rank = self._manager.communicator.rank
         is_alike = self._manifest.world_size == self._manager.communicator.world_size
         for name, value in self._plain_tensors():
@@ -343,7 +375,7 @@ class _Load:
             own = self._source.tensors.get(rank_key(rank, key)) if is_alike else None
             stored = own or self._source.tensors.get(key)
             if stored is not None:
-                value.copy_(stored.whole(files))
+                yield name, value, stored
 
     # -- the optimizer
 
@@ -353,6 +385,7 @@ class _Load:
             raise CheckpointError(
                 f"{self._source.folder} was saved without an optimizer: load it with weights_only=True"
             )
+        optimizer.follow_param_groups()  # the groups that are shown are those that the files are compared with
         chunk_optimizer = optimizer.chunk_optimizer
         if chunk_optimizer.scaling.active is not None and (scale := decode(fact.loss_scale)) is not None:
             chunk_optimizer.scaling.active.check_state(scale)
@@ -413,6 +446,11 @@ class _Load:
     def _dtype(self, name: str, state: str) -> torch.dtype:
         stored = self._source.tensors.get(state_key(name, state))
         return torch.float32 if stored is None else stored.dtype
+
+
+def _without_repeats(value: Tensor, like: Tensor) -> Tensor:
+    """Of `value` what is left when the dimensions along which `like` repeats one element have that one alone."""
+    return value[tuple(slice(None) if stride else slice(0, 1) for stride in like.stride())]
 
 
 def _rounded(read: Callable[[int, int], Tensor], dtype: torch.dtype, start: int, numel: int) -> Tensor:

@@ -8,7 +8,6 @@ import platform
 import re
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gemini.checkpoint.tensor_files import checksum, parts_in
+from gemini.checksum import crc32
 from gemini.errors import CheckpointError
 
 # -- What a checkpoint says of itself: `checkpoint.json`, and a file for what each rank alone has.
@@ -157,7 +157,7 @@ def dump(model: BaseModel) -> bytes:
 def dump_manifest(manifest: Manifest) -> bytes:
     """The text of `checkpoint.json`: it ends with the checksum of what is before."""
     body = dump(manifest).removesuffix(b"}")
-    return body + f',"checksum":{zlib.crc32(body)}}}'.encode()
+    return body + f',"checksum":{crc32(body)}}}'.encode()
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -184,7 +184,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     checksum = _CHECKSUM.search(data)
     # The first checkpoints of version 1 have none.
-    if checksum is not None and zlib.crc32(data[: checksum.start()]) != int(checksum[1]):
+    if checksum is not None and crc32(data[: checksum.start()]) != int(checksum[1]):
         raise CheckpointError(f"{path} is damaged: it is not as it was written")
     return _validated(Manifest, path, found)
 
@@ -193,7 +193,7 @@ def read_rank_file(folder: Path, summary: RankSummary) -> RankFile:
     """A rank's file, if it is as it was written. Raises OSError and CheckpointError."""
     path = folder / summary.file
     data = path.read_bytes()
-    if len(data) != summary.num_bytes or zlib.crc32(data) != summary.crc32:
+    if len(data) != summary.num_bytes or crc32(data) != summary.crc32:
         raise CheckpointError(f"{path} is not as it was written ({len(data)} of {summary.num_bytes} bytes)")
     return _validated(RankFile, path, _json(path, data))
 
@@ -245,6 +245,12 @@ def verify_files(folder: Path, rank_file: RankFile, told: Callable[[int], None] 
         finally:
             for check in checks:
                 check.cancel()
+
+
+def verify_headers(folder: Path, rank_file: RankFile) -> None:
+    """Verify all but the tensors themselves: sizes, names and places. Raises OSError and CheckpointError."""
+    for name, summary in rank_file.files.items():
+        _verify(next(_spans_of(folder / name, summary)))
 
 
 class _Span(NamedTuple):

@@ -17,11 +17,12 @@ from typing import Any, Literal, overload
 import torch
 
 from gemini.checkpoint.contents import Contents, Plain
-from gemini.checkpoint.directory import Directory, Keep, check_tag, reason_of, together
+from gemini.checkpoint.directory import Directory, Draft, Keep, check_tag, reason_of, together
 from gemini.checkpoint.manifest import Manifest, RankFile, about
 from gemini.checkpoint.values import encode, random_state, states_of
-from gemini.checkpoint.writing import Task, TensorQueue, write
+from gemini.checkpoint.writing import Others, Task, TensorQueue, write
 from gemini.errors import CheckpointError
+from gemini.log import get_dist_logger
 from gemini.memory.transfer import CopyRoom, Loan, spare_bytes
 from gemini.model.sharded_model import ShardedModel
 from gemini.monitor.readings import HostSource, share_of_host
@@ -81,7 +82,8 @@ def save_checkpoint(
     there is at most one parameter's part of one in memory.
 
     Args:
-        directory: of this training's checkpoints. All ranks must see the same one. It is created.
+        directory: of this training's checkpoints. All ranks must see the same one. It is created. Nothing in it is
+            replaced or removed but what gemini has written; another process, or model, may save there too.
         model: the sharded model.
         optimizer: its optimizer. None: weights and buffers alone.
         scheduler: an object with `state_dict()`, or a list or dict of such.
@@ -92,7 +94,8 @@ def save_checkpoint(
             read its part of this one again and found it right.
         asynchronous: return while a thread writes, and train on. States that an update changes meanwhile are copied
             into host memory before, as far as half of what is free there reaches; beyond it the update waits. A save
-            that is still under way is completed first. A failure is raised by the next step or save, or by `wait()`.
+            that is still under way is completed first. A failure is raised once, by the next step or by `wait()`; a
+            save that comes before these says it in a warning, and is made.
 
     Returns the checkpoint's folder, or a `PendingCheckpoint`. Raises CheckpointError on all ranks if it cannot be
     written, with the rank and its reason, and ValueError or GeminiError for arguments that are not valid or inside a
@@ -109,7 +112,9 @@ def save_checkpoint(
     manager.step.check_idle("save_checkpoint()")
     with torch.no_grad():
         # Two saves at once would share the disk, and the second might remove what the first one writes.
-        manager.background.finish()
+        failure = manager.background.finish()
+        if failure is not None:  # no reason to lose this one, too
+            get_dist_logger().warning(failure, ranks=[0])
         with together(communicator, "save_checkpoint()"):
             _refuse_unsynced(model)
         with communicator.publishing():
@@ -127,10 +132,12 @@ def save_checkpoint(
             schedule, values = encode(states_of(scheduler, "scheduler"), "scheduler"), encode(extra, "extra")
             manifest = _manifest(contents, name, step, schedule, values, communicator.world_size) if rank == 0 else None
         communicator.agree(f"{name} {keep} {asynchronous}".encode(), "the checkpoint", remedy=_ALIKE)
-        _make_folder(where, name, communicator)
         with communicator.publishing():
             parts, timeout_s = list(contents.parts()), model.settings.rank_timeout
-            task = Task(where, name, rank, communicator.world_size, parts, rank_file, manifest, keep, timeout_s)
+        folder, draft = _begin(where, name, communicator)
+        with communicator.publishing():
+            world_size = communicator.world_size
+            task = Task(where, name, folder, draft, rank, world_size, parts, rank_file, manifest, keep, timeout_s)
             pending = PendingCheckpoint(task, communicator, contents, _copy_room(model), asynchronous)
             manager.background.begin(pending)
     if asynchronous:
@@ -141,7 +148,7 @@ def save_checkpoint(
 class PendingCheckpoint:
     """A checkpoint that a thread writes while training goes on. `save_checkpoint(..., asynchronous=True)` returns it.
 
-    Every rank makes one alike. It raises nothing itself: failures are raised by `wait()`, and by the next step or save.
+    Every rank makes one alike. It raises nothing itself: failures are raised by `wait()`, and by the next step.
 
     Args:
         task: what this rank writes.
@@ -166,12 +173,16 @@ class PendingCheckpoint:
         self._communicator = communicator
         self._room = room
         self._source = TensorQueue()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._is_told = False
-        self.is_waited_for = False
-        """Whether `wait` was called, which all ranks call alike: a failure is raised no more."""
+        self._is_waited_for = False
         self._thread = threading.Thread(target=self._write, name=f"gemini checkpoint {task.tag}")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            if task.draft is not None:
+                task.draft.abandon()
+            raise
         self._hand_over(contents, asynchronous)
 
     @property
@@ -189,12 +200,28 @@ class PendingCheckpoint:
 
         Raises CheckpointError on all ranks if it could not be written.
         """
-        self.join()
-        self._is_told = self.is_waited_for = True
+        self._is_told = self._is_waited_for = True
+        with self._communicator.publishing():  # an interrupt, which the other ranks would wait for
+            self.join()
         with together(self._communicator, f"save_checkpoint({str(self._task.directory.path)!r})"):
             if self._failure is not None:
-                raise self._failure
+                raise self._failure if isinstance(self._failure, Exception) else _ended(self._failure)
         return self.path
+
+    def finish(self) -> str | None:
+        """Wait until it is over. Returns why it has failed, if no rank has said so to its script yet. Collective."""
+        was_waited_for, was_told = self._is_waited_for, self._is_told
+        self._is_told = self._is_waited_for = True
+        with self._communicator.publishing():
+            self.join()
+        if was_waited_for:  # by all ranks alike
+            return None
+        words = "" if self._failure is None else f"rank {self._communicator.rank}: {reason_of(self._failure)}"
+        said = self._communicator.all_gather_bytes(f"{int(was_told)}{words}".encode(), "files of a checkpoint")
+        failed = [each.decode()[1:] for each in said if len(each) > 1]
+        if not failed or any(each[:1] == b"1" for each in said):
+            return None
+        return f"the checkpoint {str(self.path)!r}, which was written in the background, is not complete: {failed[0]}"
 
     def join(self) -> None:
         """Wait until this rank's thread has ended, with the whole complete or with a failure. Local; raises nothing."""
@@ -210,6 +237,7 @@ class PendingCheckpoint:
             ) from self._failure
 
     def _hand_over(self, contents: Contents, asynchronous: bool) -> None:
+        failure: BaseException | None = None
         try:
             lent = [(entry, Loan(entry.access.regions, self._room)) for entry in contents.chunk_entries]
             # What must be copied goes first: its room is free again once it is written.
@@ -219,31 +247,46 @@ class PendingCheckpoint:
                     loan.copy()
             for key, value in contents.plain:
                 self._source.hand_over(Plain(key, value.to("cpu", copy=True)))
+        except BaseException as error:
+            failure = error
+            raise
         finally:
-            self._source.close()
+            self._source.close(failure)
 
     def _write(self) -> None:
-        watch = self._communicator.watch
         try:
             with torch.inference_mode(False), torch.no_grad():
-                write(self._task, self._source, lambda: None if watch is None else watch.reason_lost())
-        except Exception as error:  # of a thread: `wait` and the next step raise it
+                write(self._task, self._source, Others(self._communicator.watch, self._task.folder))
+        except BaseException as error:  # of a thread: `wait` and the next step raise it
             self._failure = error
 
 
-def _make_folder(directory: Directory, tag: str, communicator: Communicator) -> None:
-    """Make the folder, and see that it is the same one on all ranks. Collective."""
+def _ended(error: BaseException) -> CheckpointError:
+    """The error for an exception that would end the thread which trains, such as SystemExit, in the one that writes."""
+    return CheckpointError(reason_of(error))
+
+
+def _begin(directory: Directory, tag: str, communicator: Communicator) -> tuple[Path, Draft | None]:
+    """Make the folder, and see that it is the same one on all ranks: with the draft, on rank 0. Collective."""
     what = f"save_checkpoint({str(directory.path)!r})"
-    folder = directory.partial(tag)
-    with together(communicator, what):
-        if communicator.rank == 0:
-            directory.begin(tag)
-    with together(communicator, what):
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder.parent} is another directory on this rank than on rank 0: a checkpoint needs one that all "
-                "ranks see, such as a network file system"
-            )
+    draft: Draft | None = None
+    try:
+        with together(communicator, what):
+            if communicator.rank == 0:
+                draft = directory.begin(tag)
+        name = b"" if draft is None else draft.path.name.encode()
+        folder = directory.path / communicator.all_gather_bytes(name, "files of a checkpoint")[0].decode()
+        with together(communicator, what):
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder.parent} is another directory on this rank than on rank 0: a checkpoint needs one that "
+                    "all ranks see, such as a network file system"
+                )
+    except BaseException:
+        if draft is not None:
+            draft.abandon()
+        raise
+    return folder, draft
 
 
 def _manifest(contents: Contents, tag: str, step: int | None, scheduler: Any, extra: Any, world_size: int) -> Manifest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gemini.checkpoint.file_io import PIECE_BYTES, DiskIO, OutputFile, read_exactly, write_all
+from gemini.checkpoint.file_io import DiskIO, OutputFile, read_exactly, write_all
+from gemini.checksum import crc32
 from gemini.errors import CheckpointError
 
 # -- Boxes of named tensors: how a flat run of elements is described without chunks, ranks or stages.
@@ -122,6 +122,7 @@ SUFFIX = ".safetensors"
 _SHARDING_KEY = "DCP_SHARDING_INFO"  # of torch/distributed/checkpoint/_hf_utils.py, as are the two next to it
 _OFFSETS_KEY = "saved_offsets"
 _LENGTH_BYTES = 8  # of the header's own size, at the start of a file
+_CHECK_BYTES = 2**18  # read and summed at once: more would leave the processor's cache in between
 _MOST_HEADER_BYTES = 100_000_000  # safetensors refuses longer ones, as a file that is none has any number there
 
 _NAMES = {
@@ -191,7 +192,7 @@ class TensorFile:
         header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
         self._data_start = len(header)
         self.num_bytes = self._data_start + end
-        self.crc32 = {"": zlib.crc32(header)}  # of each tensor's bytes by key; "": of the header
+        self.crc32 = {"": crc32(header)}  # of each tensor's bytes by key; "": of the header
         self._io = io or DiskIO()
         self._file = OutputFile(path, self.num_bytes)
         try:
@@ -269,10 +270,14 @@ class StoredTensor:
 
 
 class OpenFiles:
-    """Files that are being read, each opened once. Use it as a context: it closes them."""
+    """Files that are being read, each opened once. Use it as a context: it closes them.
 
-    def __init__(self) -> None:
+    crc32: of parts of tensors, by file and key. A part that is read whole is compared with it.
+    """
+
+    def __init__(self, crc32: Mapping[Path, Mapping[str, int]] | None = None) -> None:
         self._io = DiskIO()
+        self.crc32 = crc32 or {}
         self._files: dict[Path, int] = {}
         self.num_bytes = 0  # read so far
 
@@ -286,7 +291,10 @@ class OpenFiles:
         self._files.clear()
 
     def read_into(self, stored: Stored, box: Box, out: Tensor) -> None:
-        """Fill `out`, of the box's shape, with elements of a stored part that has all of them."""
+        """Fill `out`, of the box's shape, with elements of a stored part that has all of them.
+
+        Raises CheckpointError if the whole part is read, and not as it was written.
+        """
         part = stored.part
         strides = _strides_of(part.box.sizes)
         inside = [piece.start for piece in box.inside(part.box)]
@@ -298,6 +306,9 @@ class OpenFiles:
         direct = numel == box.numel and out.dtype is part.dtype and out.device.type == "cpu" and out.is_contiguous()
         target = out.view(-1) if direct else torch.empty(numel, dtype=part.dtype, device="cpu")
         self._read(stored.path, stored.start + first * itemsize, target)
+        if numel == part.box.numel and (wanted := self.crc32.get(stored.path, {}).get(part.key)) is not None:
+            if crc32(_bytes_of(target)) != wanted:
+                raise CheckpointError(f"{stored.path} is damaged: tensor {part.key!r} is not as it was written")
         if not direct:
             out.copy_(torch.as_strided(target, box.sizes, strides))
 
@@ -385,10 +396,10 @@ def _joined(key: str, parts: Sequence[Stored]) -> StoredTensor:
 
 def checksum(file: int, path: Path, start: int, num_bytes: int) -> int:
     """The CRC-32 of bytes of a file. Raises OSError, and CheckpointError if it is too short."""
-    buffer = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))
+    buffer = memoryview(bytearray(min(num_bytes, _CHECK_BYTES)))
     crc = 0
-    for at in range(0, num_bytes, PIECE_BYTES):
+    for at in range(0, num_bytes, _CHECK_BYTES):
         piece = buffer[: num_bytes - at]
         read_exactly(file, path, start + at, piece)
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
     return crc

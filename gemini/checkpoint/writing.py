@@ -2,17 +2,15 @@
 
 [Note: Commit] Ranks agree through the folder, so that a save in the background needs no collective. Each writes its
 tensors, then its rank file, which says that all of them are there. Rank 0 waits for all rank files, writes the manifest
-and gives the folder its name, for which the others wait. A rank that fails says so in a file of its own; rank 0 then
-removes the folder, and the others find it gone.
+and gives the folder its name, for which the others wait. A rank that fails says so in the store of the process group
+(`Others`), since it may be the disk that fails; rank 0 then removes the folder, and nobody waits any more.
 """
 
 from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from gemini.checkpoint.contents import ChunkEntry, Plain
-from gemini.checkpoint.directory import Directory, Keep, reason_of
+from gemini.checkpoint.directory import Directory, Draft, Keep, reason_of
 from gemini.checkpoint.file_io import DiskIO
 from gemini.checkpoint.manifest import (
     MANIFEST,
@@ -35,8 +33,10 @@ from gemini.checkpoint.manifest import (
     write_durably,
 )
 from gemini.checkpoint.tensor_files import SUFFIX, Part, TensorFile
+from gemini.checksum import crc32
 from gemini.errors import CheckpointError
 from gemini.memory.transfer import Loan
+from gemini.ranks.watchdog import Watchdog
 
 _POLL_S = 0.01
 _SLOWEST_POLL_S = 0.5
@@ -48,6 +48,8 @@ class Task:
 
     directory: Directory
     tag: str
+    folder: Path  # where it is written
+    draft: Draft | None  # the same on rank 0, which makes it a checkpoint
     rank: int
     world_size: int
     parts: Sequence[tuple[int, Part]]  # with the number of the file that each goes to
@@ -57,14 +59,29 @@ class Task:
     timeout_s: float  # for which a rank waits for the slowest one
 
     @property
-    def folder(self) -> Path:
-        """Where it is written."""
-        return self.directory.partial(self.tag)
-
-    @property
     def final(self) -> Path:
         """Where it is in the end."""
         return self.directory.path / self.tag
+
+
+class Others:
+    """The other ranks of a save, for a thread that waits for them beside the one that trains."""
+
+    def __init__(self, watch: Watchdog | None, folder: Path) -> None:
+        """watch: None on one rank. folder: in which this save is written, and no other one ever."""
+        self._watch = watch
+        self._topic = folder.name
+
+    def tell_failure(self, words: str) -> None:
+        """Tell them that this rank's part has failed. Raises nothing."""
+        if self._watch is not None:
+            self._watch.tell(self._topic, words)
+
+    def reason_lost(self) -> str | None:
+        """Why one of them will not come, or has failed in this save; None if nothing is known against it."""
+        if self._watch is None:
+            return None
+        return self._watch.told(self._topic) or self._watch.reason_lost()
 
 
 class TensorQueue:
@@ -73,17 +90,22 @@ class TensorQueue:
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[ChunkEntry, Loan] | Plain | None] = SimpleQueue()
         self._has_ended = False
+        self._failure: BaseException | None = None
 
     def hand_over(self, item: tuple[ChunkEntry, Loan] | Plain) -> None:
         """There is another state to write."""
         self._queue.put(item)
 
-    def close(self) -> None:
-        """There are no more."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """There are no more: `failure` has come before all were handed over, if any has."""
+        self._failure = failure
         self._queue.put(None)
 
     def values(self) -> Iterator[tuple[int, str, Tensor]]:
-        """The elements of each part, 1-D, and the file that it goes to. A state is given back when its parts are."""
+        """The elements of each part, 1-D, and the file that it goes to. A state is given back when its parts are.
+
+        Raises CheckpointError at the end if not all states were handed over: the files would lack what is missing.
+        """
         for item in self._items():
             if isinstance(item, Plain):
                 yield 0, item.key, item.value.contiguous().reshape(-1)
@@ -93,6 +115,8 @@ class TensorQueue:
                 yield from entry.values(loan.read())
             finally:
                 loan.end()
+        if self._failure is not None:
+            raise CheckpointError(f"not all states could be read: {reason_of(self._failure)}") from self._failure
 
     def give_up(self) -> None:
         """Give back everything that is handed over and not written. `close` was called, or will be."""
@@ -109,12 +133,10 @@ class TensorQueue:
                 yield item
 
 
-def write(task: Task, source: TensorQueue, reason_lost: Callable[[], str | None]) -> Path:
+def write(task: Task, source: TensorQueue, others: Others) -> Path:
     """Write this rank's files, and have the whole complete. Returns the checkpoint's folder.
 
-    reason_lost: says why another rank will not come, None if nothing is known against it.
-
-    Raises OSError and CheckpointError.
+    Raises OSError and CheckpointError, and whatever else may happen here: all ranks learn of it then.
     """
     try:
         try:
@@ -127,16 +149,18 @@ def write(task: Task, source: TensorQueue, reason_lost: Callable[[], str | None]
                 verify_files(task.folder, rank_file)
             data = dump(rank_file)
             _publish(task.folder / rank_name(task.rank), data)
-        except (OSError, CheckpointError) as error:
-            if task.rank == 0:
-                task.directory.abandon(task.tag)
+            if task.draft is None or task.manifest is None:
+                _wait_for_commit(task, data, others)
             else:
-                _publish_failure(task, error)
+                _commit(task, task.draft, task.manifest, others)
+        except BaseException as error:
+            # Of any class: the other ranks would wait for this one until `rank_timeout`.
+            others.tell_failure(reason_of(error))
+            if task.draft is not None:
+                task.draft.abandon()
             raise
-        if task.manifest is None:
-            _wait_for_commit(task, data, reason_lost)
-        else:
-            _commit(task, task.manifest, reason_lost)
+        if task.draft is not None and task.keep is not None:
+            task.directory.remove_old(task.keep, task.tag)
     finally:
         source.give_up()
     return task.final
@@ -173,50 +197,32 @@ def _publish(path: Path, data: bytes) -> None:
     os.replace(beside, path)
 
 
-def _failure_name(rank: int) -> str:
-    return f"failed-{rank:05d}.txt"
-
-
-def _publish_failure(task: Task, error: Exception) -> None:
-    # Where the folder is gone or the disk is full, this rank raises, and the others hear of that.
-    with suppress(OSError):
-        _publish(task.folder / _failure_name(task.rank), reason_of(error).encode())
-
-
-def _commit(task: Task, manifest: Manifest, reason_lost: Callable[[], str | None]) -> None:
+def _commit(task: Task, draft: Draft, manifest: Manifest, others: Others) -> None:
     """Rank 0: wait for all ranks, and make the folder a checkpoint."""
-    try:
-        ranks = [_summary(task, rank, reason_lost) for rank in range(task.world_size)]
-        write_durably(task.folder / MANIFEST, dump_manifest(manifest.model_copy(update={"ranks": ranks})))
-        task.directory.commit(task.tag)
-    except BaseException:
-        task.directory.abandon(task.tag)
-        raise
-    if task.keep is not None:
-        task.directory.remove_old(task.keep, task.tag)
+    ranks = [_summary(task, rank, others) for rank in range(task.world_size)]
+    write_durably(task.folder / MANIFEST, dump_manifest(manifest.model_copy(update={"ranks": ranks})))
+    draft.commit()
 
 
-def _summary(task: Task, rank: int, reason_lost: Callable[[], str | None]) -> RankSummary:
-    path, failure = task.folder / rank_name(rank), task.folder / _failure_name(rank)
-    _wait(lambda: path.exists() or failure.exists(), task, reason_lost, f"rank {rank} has not written its part")
-    if failure.exists():
-        raise CheckpointError(f"rank {rank}: {failure.read_text(errors='replace')}")
+def _summary(task: Task, rank: int, others: Others) -> RankSummary:
+    path = task.folder / rank_name(rank)
+    _wait(path.exists, task, others, f"rank {rank} has not written its part")
     data = path.read_bytes()
-    return RankSummary(file=path.name, num_bytes=len(data), crc32=zlib.crc32(data))
+    return RankSummary(file=path.name, num_bytes=len(data), crc32=crc32(data))
 
 
-def _wait_for_commit(task: Task, data: bytes, reason_lost: Callable[[], str | None]) -> None:
-    _wait(lambda: not task.folder.exists(), task, reason_lost, "rank 0 has not completed the checkpoint")
+def _wait_for_commit(task: Task, data: bytes, others: Others) -> None:
+    _wait(lambda: not task.folder.exists(), task, others, "rank 0 has not completed the checkpoint")
     # A folder that is gone has its own name by now, or was removed by rank 0: an older one may have the same name.
     own = task.final / rank_name(task.rank)
     if not own.is_file() or own.read_bytes() != data:
         raise CheckpointError("rank 0 has given the checkpoint up, and says why itself")
 
 
-def _wait(is_there: Callable[[], bool], task: Task, reason_lost: Callable[[], str | None], words: str) -> None:
+def _wait(is_there: Callable[[], bool], task: Task, others: Others, words: str) -> None:
     deadline, pause = time.monotonic() + task.timeout_s, _POLL_S
     while not is_there():
-        reason = reason_lost()
+        reason = others.reason_lost()
         # A rank that is through may end between the two looks.
         if reason is not None and not is_there():
             raise CheckpointError(f"{words}: {reason}")

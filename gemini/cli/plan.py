@@ -104,8 +104,7 @@ def plan(
             shard_param_frac=shard_param_frac,
             offload_optim_frac=offload_optim_frac,
             offload_param_frac=offload_param_frac,
-            # None means the same as 1, and stays out of the settings that the answer names.
-            gradient_accumulation_steps=gradient_accumulation_steps if gradient_accumulation_steps > 1 else None,
+            gradient_accumulation_steps=gradient_accumulation_steps,
             chunk_size=chunk_size,
             disk_path=disk_path if disk_memory is None else disk_path or A_FOLDER,
             update_in_backward=update_in_backward,

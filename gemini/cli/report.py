@@ -205,6 +205,9 @@ def chosen_of(settings: Settings) -> dict[str, Any]:
     names = (*FRACTIONS, "gradient_accumulation_steps", "chunk_size", "disk_path", "disk_memory")
     values = {name: getattr(settings, name) for name in names}
     values["update_in_backward"] = settings.update_in_backward or None
+    # Without a disk, on a host that free memory bounds, one backward in each step is what is planned for at first.
+    if settings.gradient_accumulation_steps == 1 and settings.disk_path is None:
+        del values["gradient_accumulation_steps"]
     return {name: value for name, value in values.items() if value is not None}
 
 

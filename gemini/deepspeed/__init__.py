@@ -5,9 +5,10 @@
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, model_parameters=params, config="ds.json")
 
 Modules lie where DeepSpeed has them. What differs is in docs/coming_from.md; a name that is not here says what to use.
-Reading order: `initialize.py`, `engine.py`, `runtime/zero/`, `comm.py`, `elsewhere.py`.
+Reading order: `initialize.py`, `engine.py`, `runtime/zero/`, `comm.py`.
 """
 
+import sys
 from typing import Any
 
 from gemini.deepspeed import accelerator as accelerator
@@ -17,10 +18,12 @@ from gemini.deepspeed import runtime as runtime
 from gemini.deepspeed import utils as utils
 from gemini.deepspeed.accelerator import get_accelerator
 from gemini.deepspeed.comm import init_distributed
-from gemini.deepspeed.elsewhere import missing
 from gemini.deepspeed.engine import DeepSpeedEngine, add_config_arguments, initialize
 from gemini.deepspeed.runtime import zero as zero
 from gemini.deepspeed.utils import log_dist, logger
+from gemini.elsewhere import AbsentModules, missing
+
+sys.meta_path.append(AbsentModules(__name__))
 
 __version__ = "0.19.8"
 """The version of DeepSpeed whose names these are: scripts ask it which of them there are. `gemini` has its own."""

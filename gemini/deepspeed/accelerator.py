@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gemini.deepspeed.elsewhere import missing
+from gemini.elsewhere import missing
 from gemini.launch import current_device
 from gemini.monitor.live import MemoryMonitor
 
@@ -65,6 +65,10 @@ class Accelerator:
     def is_bf16_supported(self) -> bool:
         """Whether weights may be bf16. Local."""
         return torch.bfloat16 in self.supported_dtypes()
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the random numbers of every device of this kind. Local."""
+        torch.manual_seed(seed) if current_device().type == "cpu" else torch.get_device_module().manual_seed_all(seed)
 
     def empty_cache(self) -> None:
         """Give back what torch's allocator holds and no tensor uses. Local."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini.deepspeed.elsewhere import missing
+from gemini.elsewhere import missing
 from gemini.launch import launch_from_torch
 from optim.adam import refuse_unknown_arguments
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gemini.checkpoint.directory import Directory
-from gemini.deepspeed.elsewhere import instead_of, missing
+from gemini.deepspeed.parameters import mark
 from gemini.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum, kinds_of
 from gemini.deepspeed.utils import RepeatingLoader
+from gemini.elsewhere import instead_of, missing
 from gemini.engine.config import load_config
 from gemini.engine.engine import Engine, save_weights
 from gemini.engine.initialize import OptimizerLike, SchedulerLike, Source, agreed, assemble, loader_of, say
@@ -51,6 +52,16 @@ class Monitor:
             self._log.write("event", step, {name: float(value)})
 
 
+class ThroughputTimer:
+    """`engine.tput_timer`, which scripts tell of their epochs. It measures nothing."""
+
+    def update_epoch_count(self) -> None:
+        """Does nothing. Local; raises nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing("engine.tput_timer", name)
+
+
 class DeepSpeedEngine(Engine):
     """See `Engine`. Questions are methods here, as they are in DeepSpeed.
 
@@ -67,6 +78,7 @@ class DeepSpeedEngine(Engine):
         self.training_dataloader: DataLoader[Any] | None = None
         """The loader of `initialize(training_data=...)`; None without one."""
         self.monitor = Monitor(self._log)
+        self.tput_timer = ThroughputTimer()
 
     # -- a step
 
@@ -527,6 +539,7 @@ def initialize(
         raise TypeError("initialize(model=...) needs a module")
     engine = assemble(DeepSpeedEngine, agreed_config, model, optimizer, model_parameters, None, lr_scheduler, group)
     assert isinstance(engine, DeepSpeedEngine)
+    mark(engine.module.parameters())
     say(engine)
     loader = engine.set_training_data(training_data, collate_fn)
     return engine, engine.optimizer, loader, engine.lr_scheduler

@@ -23,7 +23,8 @@ from gemini.engine.config import Config
 from gemini.engine.config.config import BatchSizes
 from gemini.engine.schedules import MovedByEngine, MovedByScript, MovingSchedule
 from gemini.engine.step_log import StepLog
-from gemini.errors import GeminiError, UnsupportedError
+from gemini.errors import CheckpointError, GeminiError, UnsupportedError
+from gemini.log import warn_at_script
 from gemini.memory.modes import methods_never_traced
 from gemini.model.operators import cast_tensors
 from gemini.model.plain import GatheredParameters
@@ -82,6 +83,7 @@ class OpenWindow:
     def __init__(self, manager: ChunkManager, log: StepLog) -> None:
         self.num_backwards = 0  # since the last optimizer step
         self.is_complete = False  # the script has said that no other micro-batch belongs to it
+        self._num_own = 0  # of them, those that this engine's backward has made
         self._num_asked = 0  # of them, those that had come at the last call of `step()`
         self._other_divisors: set[int] = set()  # by which other engines have divided losses of this window
         self.begins = 0  # number of backwards before the window
@@ -98,6 +100,7 @@ class OpenWindow:
     def resume(self, num_backwards: int, begins: int) -> None:
         """Go on with a window that another process has begun, whose gradients are loaded."""
         self.num_backwards, self.begins = num_backwards, begins
+        self._num_own = num_backwards  # a checkpoint is of a loop that goes on with them
         self._num_failed = self._manager.grads.num_failed
 
     def begin_at(self, num_backwards: int) -> None:
@@ -105,12 +108,14 @@ class OpenWindow:
         if not self.num_backwards:
             self.begins = num_backwards
 
-    def count(self, other_divisor: int | None = None) -> None:
+    def count(self, other_divisor: int | None = None, *, is_own: bool = True) -> None:
         """One more micro-batch has ended its backward.
 
         other_divisor: by which another engine has divided its loss. None: it was this one, or the script divides.
+        is_own: whether this engine's backward was called, and not another's.
         """
         self.num_backwards += 1
+        self._num_own += is_own
         if other_divisor is not None:
             self._other_divisors.add(other_divisor)
 
@@ -118,6 +123,15 @@ class OpenWindow:
         """Whether a step may use the window: it has `size` micro-batches, or the script wants no others in it."""
         # More backwards than a window has may have come: a script need not call `step()` after each of them.
         return self.is_complete or self.num_backwards >= size
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a step is to use the micro-batches so far.
+
+        Those that only came through other engines are wanted once the script has called `step()`: before that they may
+        be what the loss of a generator leaves in its discriminator.
+        """
+        return self._num_own > 0 or 0 < self.num_backwards == self._num_asked
 
     def complete(self) -> None:
         """No other micro-batch belongs to the window, if it has one."""
@@ -142,8 +156,13 @@ class OpenWindow:
         self._begin_anew()
         self._log.discard()
 
+    def drop(self, num_backwards: int) -> None:
+        """The script has dropped the micro-batches, and repeats none, after this number of backwards in all."""
+        self.empty()
+        self.begins = num_backwards
+
     def _begin_anew(self) -> None:
-        self.num_backwards = self._num_asked = 0
+        self.num_backwards = self._num_own = self._num_asked = 0
         self.is_complete = False
         self._other_divisors.clear()
 
@@ -173,7 +192,7 @@ class OpenWindow:
             return
         if self._manager.grads.num_backwards:
             # A backward that failed may have left its count: the check recovers from it, and drops what came of it.
-            self._manager.step.check_idle("step()")
+            self._manager.step.check_idle("step()", after_updates=True)
         if self._manager.grads.num_backwards:
             raise GeminiError(
                 "step() has gradients that engine.backward(loss) did not make: call it in place of loss.backward(), as "
@@ -244,6 +263,7 @@ class Engine:
         self._log = StepLog(self.config, model.rank)
         self._window = OpenWindow(manager, self._log)
         self._is_closed = False
+        self._has_kept = False  # `zero_grad()` has kept the gradients of a window, and has said so
         self._reached: WeakSet[Engine] = WeakSet()  # other engines, by backwards of the window
         weights = model.settings.dtype  # not the config's: the model may have been wrapped with another one
         # Where the config gives dtypes by module, the modules cast their own inputs: see gemini/model/operators.py.
@@ -304,7 +324,7 @@ class Engine:
         for engine, before in others:
             if engine._num_arrived > before:
                 self._reached.add(engine)
-                engine._count(whole, divisor)
+                engine._count(whole, divisor, is_own=False)
         return loss.detach()
 
     def _drop(self) -> None:
@@ -319,10 +339,10 @@ class Engine:
         """The backwards that have reached the model since its last step, whoever called them."""
         return self.chunk_manager.grads.num_backwards
 
-    def _count(self, whole: Tensor, other_divisor: int | None = None) -> None:
+    def _count(self, whole: Tensor, other_divisor: int | None = None, *, is_own: bool = True) -> None:
         """A backward of this loss has reached the model: one more micro-batch of the window.
 
-        other_divisor: by which another engine, whose backward it was, has divided the loss.
+        other_divisor: by which another engine, whose backward it was, has divided the loss. is_own: it was this one's.
         """
         self._window.follow_failures()
         self._window.begin_at(self.micro_steps)
@@ -330,7 +350,7 @@ class Engine:
         if self._moving is not None:
             self._moving.after_backward()
         self.micro_steps += 1
-        self._window.count(other_divisor)
+        self._window.count(other_divisor, is_own=is_own)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` updates the weights. Raises nothing. Local."""
@@ -393,12 +413,29 @@ class Engine:
                     self._log.after_step(self.global_steps, rate, report)
 
     def zero_grad(self) -> None:
-        """Discard gradients, unless a window is open, whose next micro-batches add to them. Local, alike on every rank.
+        """Discard gradients, and with them the window. Local, alike on every rank.
 
-        Raises nothing.
+        A window of several micro-batches that still lacks some keeps its gradients, and a warning says so once: loops
+        for DeepSpeed call this after every micro-batch. `discard_window()` drops them there, too. Gradients that only
+        the backward of another engine has left are dropped unless `step()` was called since then.
+
+        Raises what `ShardedOptimizer.zero_grad` raises.
         """
-        if self.optimizer is not None and not self._window.num_backwards:
-            self.optimizer.zero_grad()
+        if self.optimizer is None:
+            return
+        self._window.follow_failures()
+        if self._window.is_wanted and not self._is_full():
+            if not self._has_kept:
+                self._has_kept = True
+                warn_at_script(
+                    "zero_grad() keeps the gradients of a window that lacks micro-batches, here and from now on: a "
+                    f"step is to use those so far ({self._window.num_backwards}) with the next ones "
+                    f"(gradient_accumulation_steps={self.batch_sizes.accumulation}). discard_window() drops them"
+                )
+            return
+        self.optimizer.zero_grad()
+        self._window.drop(self.micro_steps)
+        self._reached.clear()
 
     def recover(self) -> None:
         """Let all ranks restart together after a failed forward or backward. Without one it does nothing. Collective.
@@ -406,7 +443,7 @@ class Engine:
         Raises GeminiError inside a forward or backward, and if a step has failed half way.
         """
         # The check also recovers, as at the beginning of a forward or a step.
-        self.chunk_manager.step.check_idle("recover()")
+        self.chunk_manager.step.check_idle("recover()", after_updates=True)
 
     def discard_window(self) -> None:
         """Drop the micro-batches since the last update, so that they can be repeated. Local, alike on every rank.
@@ -516,7 +553,9 @@ class Engine:
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background. Collective. Raises CheckpointError if it failed."""
-        self.chunk_manager.background.finish()
+        failure = self.chunk_manager.background.finish()
+        if failure is not None:
+            raise CheckpointError(failure)
 
     def load_checkpoint(
         self,
@@ -582,7 +621,7 @@ class Engine:
 
         Raises GeminiError inside a forward or backward.
         """
-        self.chunk_manager.step.check_idle("empty_partition_cache()")
+        self.chunk_manager.step.check_idle("empty_partition_cache()", after_updates=True)
         self.chunk_manager.params.release_all()
 
     def offload_states(self, include: Collection[str] | None = None) -> None:

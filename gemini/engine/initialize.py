@@ -172,6 +172,7 @@ def assemble(
     # A callable has not made its schedule yet. What it makes is looked at in `scheduler_of`.
     if moves:
         _refuse_plateau(lr_scheduler)
+    _warn_of_untrained(criterion, model)
     parameters = None if parameters is None else _checked_parameters(parameters)
     # Objects that were given replace those that the config names. An optimizer class takes the config's `params`.
     if optimizer is not None and not inspect.isclass(optimizer):
@@ -232,6 +233,19 @@ def _check_kinds(optimizer: Any, criterion: Any, lr_scheduler: Any) -> None:
     # A schedule need not be a class of torch's: any object with a `step` may be one.
     if not (lr_scheduler is None or callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
         raise TypeError(f"lr_scheduler must be a schedule, or a callable that makes one, found {lr_scheduler!r}")
+
+
+def _warn_of_untrained(criterion: Any, model: nn.Module) -> None:
+    """Warn of a criterion's own parameters, which are in no chunk and in no optimizer of the engine's."""
+    if not isinstance(criterion, nn.Module):
+        return
+    known = {*model.parameters()}
+    names = [name for name, each in criterion.named_parameters() if each.requires_grad and each not in known]
+    if names:
+        warn_at_script(
+            f"criterion has parameters of its own, {', '.join(names)}, which the engine does not train: put it into "
+            "the model, whose forward then returns the loss, or freeze them with requires_grad_(False)"
+        )
 
 
 def _is_schedule(given: Any) -> bool:
@@ -474,7 +488,9 @@ def agreed(make: Callable[[int], Config], group: dist.ProcessGroup | None) -> Co
     try:
         # `canonical` is inside because it takes the `repr` of objects of the user's, which may raise.
         config = make(collectives.world_size)
-        words = _GOOD + config.canonical().encode()
+        # Ranks of several nodes may have folders of other names, each node its own scratch.
+        place = None if config.disk_path is None else "a folder"
+        words = _GOOD + config.model_copy(update={"disk_path": place}).canonical().encode()
     except Exception as found:
         # Any exception must reach the other ranks, which would wait for this one otherwise.
         error = found

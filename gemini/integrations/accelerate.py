@@ -40,6 +40,7 @@ from gemini.integrations.shared import (
 )
 from gemini.launch import launched_config
 from gemini.log import get_dist_logger
+from gemini.model.plain import GatheredParameters
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 
@@ -181,7 +182,8 @@ class Accelerator(accelerate.Accelerator):
         # Nodes that have disks of their own have no folder in common, for which parts would be enough.
         self._saves_whole = save_whole_state or self.project_configuration.save_on_each_node
         self._saves_parts = False  # inside a `save_state` that does
-        self.register_save_state_pre_hook(self._save_parts)
+        self._in_parts: list[dict[str, Any]] = []  # what stands for a sharded model among the weights meanwhile
+        self._saving_parts = self.register_save_state_pre_hook(self._save_parts)
         self.register_load_state_pre_hook(self._load_parts)
         self._take_accumulation(window_of(config, self.num_processes))
         self._say(without_effect(config))
@@ -359,6 +361,28 @@ class Accelerator(accelerate.Accelerator):
         unwrapped = model.module if isinstance(model, ShardedModel) else model
         return super().unwrap_model(unwrapped, keep_fp32_wrapper, keep_torch_compile)  # type: ignore[no-any-return]
 
+    @contextmanager
+    def gathered_for_generation(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Inside, all weights are whole on every rank, so that one rank alone may call the model, as to sample.
+
+        Every rank enters and leaves it: collective. model: as `prepare` returned it, or as it was given. Yields the
+        module that was given to `prepare`. Raises SlotError if the weights do not fit together into the model's slots.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(8, 1))
+            >>> with accelerator.gathered_for_generation(model) as module, torch.no_grad():
+            ...     if accelerator.is_main_process:
+            ...         sample = module(torch.ones(1, 8))
+        """
+        module = model.module if isinstance(model, ShardedModel) else model
+        its = next((each for each in self._sharded_models() if each.module is module), None)
+        if its is None:
+            yield module
+            return
+        with GatheredParameters(its):
+            yield module
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole weights on rank 0, and nothing on the others, as with Accelerate's FSDP. Collective.
 
@@ -368,7 +392,10 @@ class Accelerator(accelerate.Accelerator):
         if not isinstance(model, ShardedModel):
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         if self._saves_parts:
-            return {}  # `_save_parts` takes it off the list of what is written
+            # Hooks of the script's count on one entry for each model, and may take it off the list of what is written.
+            # `_save_parts`, which comes last, takes off the others.
+            self._in_parts.append({})
+            return self._in_parts[-1]
         return model.state_dict(rank0_only=not self.project_configuration.save_on_each_node)
 
     def save_state(
@@ -396,18 +423,18 @@ class Accelerator(accelerate.Accelerator):
                     if isinstance(each, PreparedOptimizer):
                         writing.enter_context(each.showing(whole))
             self._saves_parts = not self._saves_whole
+            self._save_model_state_pre_hook.move_to_end(self._saving_parts.id)
             try:
                 folder: Path = super().save_state(output_dir, safe_serialization, **kwargs)
             finally:
-                self._saves_parts = False
+                self._saves_parts, self._in_parts = False, []
         return folder
 
     def _save_parts(self, models: list[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
         """Write sharded models with their optimizers, and take them off the list of what Accelerate writes."""
         if not self._saves_parts:
             return
-        plain = [its for model, its in zip(models, weights, strict=True) if not isinstance(model, ShardedModel)]
-        weights[:] = plain
+        weights[:] = [its for its in weights if not any(its is part for part in self._in_parts)]
         for number, model in enumerate(self._sharded_models()):
             save_shards(Path(output_dir, f"gemini_{number}"), model, self._optimizer_of(model))
 

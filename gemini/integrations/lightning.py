@@ -235,6 +235,13 @@ class GeminiStrategy(DDPStrategy):
 
     # -- precision
 
+    def __repr__(self) -> str:
+        # Fabric refuses every strategy of the Trainer's, and shows this text.
+        return (
+            "GeminiStrategy, which is for lightning.pytorch.Trainer. A script for Fabric leaves strategy= out and "
+            "takes gemini.ShardedModel and gemini.ShardedOptimizer, or gemini.initialize(), in place of fabric.setup()"
+        )
+
     @property
     def precision_plugin(self) -> Precision:
         """A `GeminiPrecision`, made of what the Trainer chose. Raises UnsupportedError for other kinds."""

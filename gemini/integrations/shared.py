@@ -13,9 +13,11 @@ from gemini.checkpoint.loading import load_checkpoint
 from gemini.checkpoint.saving import save_checkpoint
 from gemini.engine.config import Config
 from gemini.errors import CheckpointError, ConfigError, UnsupportedError
+from gemini.log import get_dist_logger
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.settings import Weights
+from sharding import Collectives
 
 # -- What a library's mixed precision means for a sharded model: the dtype of its weights, and casts around it.
 #
@@ -102,6 +104,21 @@ def refuse_unknown_ranks(known: int, whose: str, remedy: str) -> None:
         )
 
 
+def folder_of_rank_0(folder: str) -> str:
+    """Rank 0's name of a folder that all ranks write into, where the time may be a part of the name. Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return folder
+    named = [name.decode() for name in Collectives(dist.group.WORLD).all_gather_bytes(folder.encode())]
+    other = next((rank for rank, name in enumerate(named) if name != named[0]), None)
+    if other is not None:
+        get_dist_logger().warning(
+            f"output_dir differs by rank: {named[0]!r} on rank 0, {named[other]!r} on rank {other}. All ranks use rank "
+            "0's; a name with the time in it is made on rank 0 and broadcast",
+            ranks=[0],
+        )
+    return named[0]
+
+
 @contextmanager
 def publishing_by_all(models: Iterable[ShardedModel]) -> Iterator[None]:
     """Around collectives of several models: an exception that leaves the block is told to the ranks of each of them.
@@ -142,7 +159,7 @@ def load_shards(folder: Path, model: ShardedModel, optimizer: ShardedOptimizer |
     Raises CheckpointError on all ranks, also if some find it and others do not, and what `load_checkpoint` raises.
     """
     # After a failure that the script caught, ranks start together again before any other collective.
-    model.chunk_manager.step.check_idle("loading a checkpoint")
+    model.chunk_manager.step.check_idle("loading a checkpoint", after_updates=True)
     is_there = bytes([(folder / _TAG).is_dir()])
     found = model.chunk_manager.communicator.all_gather_bytes(is_there, "files of a checkpoint")
     if len({*found}) > 1:

@@ -12,8 +12,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import accelerate
 import torch
@@ -29,13 +30,20 @@ from gemini.engine.config.config import SETTINGS, OptimizerConfig
 from gemini.engine.initialize import Source, agreed_config, scheduler_of
 from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError, UnsupportedError
-from gemini.integrations.shared import ending_together, load_shards, mixed_weights, refuse_unknown_ranks, save_shards
+from gemini.integrations.shared import (
+    ending_together,
+    folder_of_rank_0,
+    load_shards,
+    mixed_weights,
+    refuse_unknown_ranks,
+    save_shards,
+)
 from gemini.launch import launched_config
 from gemini.log import get_dist_logger
 from gemini.model.plain import GatheredParameters
 from gemini.model.sharded_model import ShardedModel
-from gemini.optimizer.sharded_optimizer import ShardedOptimizer
-from gemini.settings import Settings
+from gemini.optimizer.sharded_optimizer import ShardedOptimizer, refuse_clipping
+from gemini.settings import BUDGETS, Settings
 from optim import HALF_DTYPES, HybridAdam
 from optim.adam import refuse_unknown_arguments
 
@@ -70,6 +78,9 @@ class TrainerAccelerator(accelerate.Accelerator):
     """The Trainer makes an `accelerate.Accelerator` by itself, which becomes one of these before anyone uses it."""
 
     sharded_optimizer: ShardedOptimizer | None = None
+    settings_of_others: Settings | None = None  # of models that are evaluated beside the one that trains
+    is_bounded = False  # the user bounds the memory of the one that trains
+    others: tuple[ShardedModel, ...] = ()
 
     def check(self) -> None:
         """Raises UnsupportedError where `accelerate launch` was told to shard models by another library. Local."""
@@ -90,6 +101,29 @@ class TrainerAccelerator(accelerate.Accelerator):
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer
         return super().prepare_optimizer(optimizer, device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model that is only evaluated, such as the reference model of DPO, which is frozen then. Collective.
+
+        Any other model is Accelerate's to prepare, whose other arguments these are. Raises what `ShardedModel` raises.
+        """
+        is_plain = not isinstance(model, ShardedModel) and next(model.parameters(), None) is not None
+        if not (evaluation_mode and is_plain and self.settings_of_others is not None):
+            return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        # Its gradients would take memory, and nobody asks for them: the Trainers call it under `no_grad`.
+        sharded = ShardedModel(model.requires_grad_(False), settings=self.settings_of_others)
+        if self.is_bounded:
+            sharded.change_budgets(model_data_memory=sharded.plan.packed_minimum_bytes)
+        self.others = (*self.others, sharded)
+        return sharded
+
+    def close_others(self) -> None:
+        """Close the models that are evaluated beside the one that trains. Collective."""
+        for each in self.others:
+            each.close()
+        self.others = ()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients of the loss, times the loss scale in fp16. Collective."""
@@ -280,6 +314,57 @@ def _train_batch_size(args: Any) -> int:
     return size
 
 
+def is_bounded(settings: Settings) -> bool:
+    """Whether the user has said how many bytes the model may take. Local; raises nothing."""
+    return any(getattr(settings, name) is not None for name in BUDGETS)
+
+
+def beside(settings: Settings) -> Settings:
+    """Settings of a frozen model beside one that is trained with `settings`. Local; raises nothing.
+
+    Where the user bounds memory, the bound is that of the model that trains: the other one rests on the host, and has
+    but the fewest slots on the device.
+    """
+    is_shared = settings.tensor_placement_policy in ("auto", "cpu", "cuda", "disk") and not is_bounded(settings)
+    policy = settings.tensor_placement_policy if is_shared else "cpu"
+    plain = Settings()
+    of_training = ("gradient_accumulation_steps", "update_in_backward", "deferred_update", "reuse_fp16_shard")
+    of_names = ("ignored_parameters", "disk_optim_frac", *BUDGETS)
+    fields = {name: getattr(plain, name) for name in (*of_training, *of_names)}
+    return replace(settings.with_policy(policy), **fields)
+
+
+# -- Which Trainer is sharded: the names and the default of its arguments.
+
+
+def own_init(trainer: type) -> Any:
+    """The `__init__` of the Trainer that `ShardedTraining` stands before, which says its arguments. Local."""
+    after = trainer.__mro__[trainer.__mro__.index(ShardedTraining) + 1 :]
+    return next(vars(each)["__init__"] for each in after if "__init__" in vars(each))
+
+
+def by_name(init: Any, given: tuple[Any, ...]) -> dict[str, Any] | None:
+    """Arguments by position under the names that they have in `init`; None where it does not name that many. Local."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [name for name, each in inspect.signature(init).parameters.items() if each.kind in kinds][1:]
+    return dict(zip(names, given, strict=False)) if len(given) <= len(names) else None
+
+
+def default_arguments(init: Any, model: Any) -> Any:
+    """What the Trainer takes for arguments where `args` is left out: those of its own class. Local."""
+    said = inspect.signature(init).parameters.get("args")
+    hint = None if said is None else said.annotation
+    if isinstance(hint, str):  # as with `from __future__ import annotations`
+        hint = getattr(sys.modules[init.__module__], hint.partition("|")[0].strip(), None)
+    kinds = [each for each in (hint, *get_args(hint)) if inspect.isclass(each)]
+    kind = next((each for each in kinds if issubclass(each, transformers.TrainingArguments)), None)
+    if kind is None or kind in (transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments):
+        return (kind or transformers.TrainingArguments)("tmp_trainer")
+    # As TRL calls its folders: "Qwen3-0.6B-SFT".
+    name = model if isinstance(model, str) else str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+    return kind(f"{name.rpartition('/')[2]}-{init.__qualname__.partition('.')[0].removesuffix('Trainer')}")
+
+
 _Trainer: Any = object  # the one that is named beside it
 SHARDS = "gemini"  # the folder of each checkpoint in which every rank has its part
 _SOME_STEPS = 2  # of a schedule, until the Trainer has counted its steps
@@ -290,8 +375,9 @@ class ShardedTraining(_Trainer):
 
     Args:
         model: a module of Hugging Face's or of peft's, also from a `ZeroInitContext`; or a `ShardedModel`.
-        args: TrainingArguments. bf16=True and fp16=True mean the dtype of the weights, which keep fp32 masters.
-        others: the Trainer's other arguments by position.
+        others: the Trainer's other arguments by position, in its own order. Its `args`, TrainingArguments, are those of
+            its own class where they are left out: bf16=True and fp16=True mean the dtype of the weights, which keep
+            fp32 masters.
         config: a config, or the path of one, of any dialect that `gemini.initialize` reads. TrainingArguments say what
             it leaves out, and what is "auto" in DeepSpeed's keys. None: what `gemini.launch_from_torch(config=...)` was
             given, else all defaults.
@@ -315,12 +401,22 @@ class ShardedTraining(_Trainer):
     def __init__(
         self,
         model: Any = None,
-        args: Any = None,
         *others: Any,
         config: Source = None,
         save_whole_state: bool = False,
         **more: Any,
     ) -> None:
+        init = own_init(type(self))
+        # By name, as Trainers of other libraries have other arguments behind the model.
+        named = by_name(init, (model, *others))
+        others = () if named is not None else others
+        more = {**({"args": others[0]} if others else {}), **more}
+        # As with any function: an argument by position and by name is given twice.
+        twice = [name for name in named or () if name in more and name != "model"]
+        if twice:
+            raise TypeError(f"{type(self).__name__}() got multiple values for argument {twice[0]!r}")
+        more |= {name: value for name, value in (named or {}).items() if name != "model"}
+        args = more.pop("args", None)
         self._saves_whole = save_whole_state
         options = {name: more.pop(name) for name in SETTINGS if name in more}
         takes = inspect.signature(super().__init__).parameters
@@ -328,9 +424,11 @@ class ShardedTraining(_Trainer):
         if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in takes.values()):
             valid = [*takes, "config", "save_whole_state", *SETTINGS]
             refuse_unknown_arguments(type(self).__name__, [name for name in more if name not in takes], valid)
-        # This is the Trainer's own default: the checks below come before the Trainer makes it.
-        args = transformers.TrainingArguments("tmp_trainer") if args is None else args
+        # The Trainer's own default: the checks below come before the Trainer makes it.
+        args = default_arguments(init, model) if args is None else args
         refuse_unsupported(args, model)
+        if not args.save_on_each_node:
+            args.output_dir = folder_of_rank_0(args.output_dir)
         self._sharded: ShardedModel | None = None
         self._source = launched_config() if config is None else config
         self.sharding = self._read(args, _SOME_STEPS)
@@ -340,9 +438,9 @@ class ShardedTraining(_Trainer):
         if isinstance(model, ShardedModel):
             self._adopt(model, args, has_settings=bool(options) or config is not None)
             model = model.module
-        # By name, as Trainers of other libraries have other arguments between the two.
+        # A Trainer of the user's that takes `*args` has no names for them.
         if others:
-            super().__init__(model, args, *others, **more)
+            super().__init__(model, args, *others[1:], **more)
         else:
             super().__init__(model=model, args=args, **more)
         if self.sharding.optimizer is not None:
@@ -415,6 +513,8 @@ class ShardedTraining(_Trainer):
         # is safe because `TrainerAccelerator` has no state that `__init__` would set.
         self.accelerator.__class__ = TrainerAccelerator
         self.accelerator.check()
+        self.accelerator.settings_of_others = beside(self._settings)
+        self.accelerator.is_bounded = is_bounded(self._settings)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # a dtype of weights, no autocast
@@ -437,6 +537,10 @@ class ShardedTraining(_Trainer):
                 # None: super() asks again, as arguments of an optimizer that needs the model are used up there
                 self.optimizer_cls_and_kwargs = fused(*self.get_optimizer_cls_and_kwargs(self.args, self.model))
             sharded, plain = self.sharded_model, super().create_optimizer(model)
+            if self.args.max_grad_norm:
+                # Before the first backward, which would update weights.
+                what = f"TrainingArguments(max_grad_norm={self.args.max_grad_norm:g}), where 0 does not clip,"
+                refuse_clipping(sharded, what)
             options = self.sharding.optimizer_options() | {"clip_grad_norm": None}  # the Trainer clips before each step
             self.optimizer = ShardedOptimizer(sharded, plain, **options)
             if self.lr_scheduler is not None:
@@ -560,6 +664,7 @@ class ShardedTraining(_Trainer):
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
+        self.accelerator.close_others()
         super().end()
 
 

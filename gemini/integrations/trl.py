@@ -1,8 +1,8 @@
 """TRL's `SFTTrainer` and `DPOTrainer`, which train sharded under a budget. A script changes the line that imports them.
 
-Arguments are TRL's, by name, and those of `gemini.integrations.transformers.Trainer` that say what to shard and where.
-The reference model of DPO, given or loaded from the model's path by TRL, is used as it is: whole on each rank's device.
-With peft's adapters there is none, as TRL switches the adapters off.
+Arguments are TRL's, and those of `gemini.integrations.transformers.Trainer` that say what to shard and where. The
+reference model of DPO, given or loaded from the model's path by TRL, is frozen and sharded as the model is, without an
+optimizer. With peft's adapters there is none, as TRL switches the adapters off.
 """
 
 from __future__ import annotations

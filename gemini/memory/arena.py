@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import weakref
 from bisect import bisect
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -354,9 +356,12 @@ class _Taken(weakref.ref[memoryview]):
         self._pages = weakref.ref(part, partial(_return_pages, weakref.ref(extent), start, end))
 
 
-def _return_pages(of: weakref.ref[Extent], start: int, end: int, part: object) -> None:
+def _return_pages(
+    of: weakref.ref[Extent], start: int, end: int, part: object, is_ending: Callable[[], bool] = sys.is_finalizing
+) -> None:
     extent = of()
-    if extent is not None:
+    # A model that lives as long as its script dies while the interpreter takes modules down: `mmap` is None by then.
+    if extent is not None and not is_ending():
         extent.return_pages(start, end)
 
 

@@ -6,30 +6,30 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import tempfile
+import threading
 import weakref
-import zlib
 from bisect import bisect_right, insort
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import psutil
 import torch
 from torch import Tensor
 
-from gemini.errors import BudgetError, GeminiError
+from gemini.checksum import crc32
+from gemini.errors import BudgetError, GeminiError, UnsupportedError, closed
 from gemini.memory.tier import MemoryTier
+from gemini.memory.workers import Workers, WorkPiece, give_up
 from gemini.placement.demand import format_bytes
 
 
 class DiskFailure(GeminiError):
     """A request that the disk did not carry out. It may end in the middle of a fetch, unlike a refusal."""
-
-
-_Then = Callable[[int, memoryview, int], None]  # what follows a request: (position, its bytes, version of the buffer)
 
 
 # -- The file behind the tier.
@@ -50,16 +50,37 @@ _NUM_REQUESTS = 4
 """On their way at once. Requests of 4 MiB by four threads read and write at the disk's rate: `benchmarks/disk.py`."""
 
 
+_Call = Callable[[int, list[memoryview], int], int]  # `os.preadv` or `os.pwritev`
+
+
+class StateOwner(Protocol):
+    """Whose a buffer is: a chunk."""
+
+    @property
+    def index(self) -> int: ...
+
+    def names(self) -> str:
+        """Those of its parameters."""
+
+
+class _Tickets(Protocol):
+    """For what users of a buffer wait: see `Tickets` in transfer.py."""
+
+    def note_write(self, ticket: Any) -> None: ...
+
+
 class DiskTier(MemoryTier):
     """A file as memory of this rank."""
 
     def __init__(self, folder: Path, capacity_bytes: int | None = None, checks: bool = False) -> None:
-        """folder: where the file lies. checks: what a request reads is what the last one wrote there.
+        """folder: where the file lies. checks: what a request reads is what was there before: see `_RangeOfFile`.
 
         Raises ValueError if no file can be made there.
         """
         super().__init__("disk", torch.device("cpu"), capacity_bytes, "disk_memory=")
         self.folder = folder
+        self.lost = ""
+        """Why the file lacks something that was to be written there; "": it lacks nothing."""
         self._file = self._direct = -1
         try:
             self._file = _unnamed_file(folder)
@@ -71,14 +92,15 @@ class DiskTier(MemoryTier):
         self._direct = _past_the_cache(self._file)
         self._end = 0
         self._free: list[tuple[int, int]] = []  # (start, bytes) of ranges whose last tensor has died
-        self._places: dict[int, tuple[int, int]] = {}  # by the address of a buffer: (start in the file, bytes)
+        self._places: dict[int, _RangeOfFile] = {}  # by the address of a buffer
         self._addresses: list[int] = []  # the same addresses, sorted
-        self._threads = ThreadPoolExecutor(_NUM_REQUESTS, "gemini-disk")
-        # By position of a request that has written: the version of the buffer, which a write through the mapping
-        # raises, the length, and the checksum. None: nothing is checked.
-        self._written: dict[int, tuple[int, int, int]] | None = {} if checks else None
+        self._workers = Workers(_NUM_REQUESTS)
+        self._checks = checks
+        self._forked_from = 0  # the process whose file this is; 0: this one
+        _all_tiers.add(self)
 
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
+        self.refuse_if_ended()
         length = max(BLOCK_BYTES, _in_blocks(num_bytes))
         start = self._range_of(length)
         was_used = start is not None
@@ -97,11 +119,8 @@ class DiskTier(MemoryTier):
         weakref.finalize(mapped, self._note_end, buffer.data_ptr(), start, length).atexit = False
         if was_used:
             buffer.zero_()
-            if self._written is not None:
-                for position in [each for each in self._written if start <= each < start + length]:
-                    del self._written[position]
         if num_bytes:
-            self._places[buffer.data_ptr()] = start, num_bytes
+            self._places[buffer.data_ptr()] = _RangeOfFile(start, num_bytes, kind)
             insort(self._addresses, buffer.data_ptr())
         return buffer
 
@@ -126,6 +145,12 @@ class DiskTier(MemoryTier):
             is_shortage=True,
         )
 
+    def note_owner(self, buffer: Tensor, owner: StateOwner, tickets: _Tickets) -> None:
+        """Say whose a buffer of `allocate` is, for messages, and the tickets for which its users wait."""
+        place = self._places.get(buffer.data_ptr())
+        if place is not None:  # an empty one has none
+            place.owner, place.tickets = weakref.ref(owner), weakref.ref(tickets)
+
     def free(self, buffer: Tensor, kind: str) -> None:
         """Free a buffer of `allocate`. Its range of the file is free when its last tensor has died."""
         super().free(buffer, kind)
@@ -144,53 +169,116 @@ class DiskTier(MemoryTier):
         """Give the file back, with all that is in it. Closing it again does nothing."""
         if self._file < 0:
             return
-        self._threads.shutdown()
+        self._workers.close()
         for number in {self._file, self._direct}:
             if number >= 0:
                 os.close(number)
         self._file = self._direct = -1
 
-    def __del__(self) -> None:
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """A model that is dropped without `close` leaves no open file. No request is under way: they hold the tier."""
-        self.close()
+        # The process closes the files of a model that lives as long as its script. `os` may be None by then.
+        if not is_ending():
+            self.close()
+
+    def note_fork(self) -> None:
+        """This process is a child that shares the file with its parent: whoever waits for a part of it is refused.
+
+        The parent goes on writing there, and a copy of the file, as the system makes one of memory, would take as much
+        of the disk again. So the child is told at its first use, whatever that is, and a child that uses nothing of the
+        model, such as most workers of a DataLoader, goes on.
+        """
+        self._forked_from = self._forked_from or os.getppid()
+        for place in self._places.values():
+            tickets = None if place.tickets is None else place.tickets()
+            if tickets is not None:
+                tickets.note_write(_OfParent(self))
+
+    def refuse_if_ended(self) -> None:
+        """Raises GeminiError behind `close`, and UnsupportedError in a forked child."""
+        if self._forked_from:
+            raise UnsupportedError(
+                f"this process was forked from process {self._forked_from}, whose model keeps states in a file in "
+                f"{self.folder}: both processes would read and write that one file. Use the model in the process that "
+                "has wrapped it; a child may use a copy of what it needs (model.state_dict() before the fork), or wrap "
+                "a model of its own"
+            )
+        if self._file < 0:
+            raise closed(f"its file in {self.folder} has ended with it")
 
     # -- requests
 
-    def read(self, into: Tensor, source: Tensor) -> list[Future[None]]:
-        """Start to fill host memory with as many bytes of the tier. Their futures raise DiskFailure."""
-        return self._requests(os.preadv, "reading", into, source, self._check)
+    def read(self, into: Tensor, source: Tensor) -> Sequence[WorkPiece]:
+        """Start to fill host memory with as many bytes of the tier. The results of what is begun raise DiskFailure."""
+        return self._begun(self.reading(into, source))
 
-    def write(self, to: Tensor, source: Tensor) -> list[Future[None]]:
-        """Start to write host memory to as many bytes of the tier. Their futures raise DiskFailure."""
-        return self._requests(os.pwritev, "writing", source, to, self._note_written)
+    def write(self, to: Tensor, source: Tensor) -> Sequence[WorkPiece]:
+        """Start to write host memory to as many bytes of the tier. The results of what is begun raise DiskFailure."""
+        return self._begun(self.writing(to, source))
 
-    def _requests(
-        self, function: Callable[..., int], doing: str, memory: Tensor, there: Tensor, then: _Then
-    ) -> list[Future[None]]:
-        start, is_last = self._place_of(there)
+    def reading(self, into: Tensor, source: Tensor) -> list[WorkPiece]:
+        """The requests of `read`, of which none is begun."""
+        return self._requests(False, into, source)
+
+    def writing(self, to: Tensor, source: Tensor) -> list[WorkPiece]:
+        """The requests of `write`, of which none is begun."""
+        return self._requests(True, source, to)
+
+    def begin(self, requests: Sequence[WorkPiece]) -> None:
+        """Begin requests. Whoever calls this gives them up if it is interrupted."""
+        self._workers.begin(requests)
+
+    def _begun(self, requests: Sequence[WorkPiece]) -> Sequence[WorkPiece]:
+        try:
+            self.begin(requests)
+        except BaseException as error:
+            self.give_up(requests, error)
+            raise
+        return requests
+
+    def give_up(self, requests: Sequence[WorkPiece], why: BaseException) -> None:
+        """Nobody waits for requests that were not begun, because of `why`, and the others are over."""
+        error = DiskFailure(f"disk: a request was not begun: {type(why).__name__}: {why}")
+        error.__cause__ = why
+        if any(isinstance(each, _Write) and not each.is_over for each in requests):
+            self.lost = self.lost or str(error)
+        give_up(requests, error)
+
+    def _requests(self, writes: bool, memory: Tensor, there: Tensor) -> list[WorkPiece]:
+        self.refuse_if_ended()
+        place, start = self._place_of(there)
+        is_last = start + there.nbytes == place.start + place.num_bytes
         # Whole blocks go past the cache: nothing else is in the last one, and staging memory has room for it.
         file, data = self._direct, _bytes_of(memory, _in_blocks(memory.nbytes) if is_last else memory.nbytes)
         if data is None or start % BLOCK_BYTES or len(data) % BLOCK_BYTES:
             file, data = self._file, _bytes_of(memory, memory.nbytes)
             assert data is not None
         parts = (slice(first, first + _REQUEST_BYTES) for first in range(0, len(data), _REQUEST_BYTES))
-        return [
-            self._threads.submit(
-                self._carry_out, function, doing, file, data[part], start + part.start, then, there._version
-            )
-            for part in parts
-        ]
+        of = _Write if writes else WorkPiece
+        function = partial(self._write, os.pwritev) if writes else partial(self._read, os.preadv)
+        return [of(partial(function, place, file, data[part], start + part.start, there._version)) for part in parts]
 
-    def _carry_out(
-        self,
-        function: Callable[..., int],
-        doing: str,
-        file: int,
-        data: memoryview,
-        position: int,
-        then: _Then,
-        version: int,
+    def _read(self, read: _Call, place: _RangeOfFile, file: int, data: memoryview, position: int, version: int) -> None:
+        try:
+            self._carry_out(read, file, data, position)
+            if self._checks and not place.check(position, data, version, self._file):
+                raise OSError(0, "they are not the bytes that were written (checksum)")
+        except OSError as error:
+            raise self._failed("reading", place, len(data), position, error) from error
+
+    def _write(
+        self, write: _Call, place: _RangeOfFile, file: int, data: memoryview, position: int, version: int
     ) -> None:
+        try:
+            self._carry_out(write, file, data, position)
+        except OSError as error:
+            failed = self._failed("writing", place, len(data), position, error)
+            self.lost = self.lost or str(failed)
+            raise failed from error
+        if self._checks:
+            place.note_written(position, data, version)
+
+    def _carry_out(self, function: _Call, file: int, data: memoryview, position: int) -> None:
         done = 0
         while done < len(data):
             try:
@@ -200,36 +288,143 @@ class DiskTier(MemoryTier):
                 if error.errno == errno.EINVAL and file != self._file:
                     file = self._file
                     continue
-                raise self._failed(doing, len(data), position, f"{error.strerror} (errno {error.errno})") from error
+                raise
             if not count:
-                raise self._failed(doing, len(data), position, f"it ended after {done} bytes")
+                raise OSError(0, f"it ended after {done} bytes")
             done += count
             # What is left of a request that ended early may be unaligned.
             file = file if not done % BLOCK_BYTES else self._file
-        if self._written is not None:
-            then(position, data, version)
 
-    def _note_written(self, position: int, data: memoryview, version: int) -> None:
-        assert self._written is not None
-        self._written[position] = version, len(data), zlib.crc32(data)
+    def _failed(self, doing: str, place: _RangeOfFile, num_bytes: int, position: int, error: OSError) -> DiskFailure:
+        why = f"{error.strerror} (errno {error.errno})" if error.errno else error.strerror
+        owner = None if place.owner is None else place.owner()
+        whose = "" if owner is None else f" of chunk {owner.index} ({owner.names()})"
+        where = f"at {position} of the file in {self.folder}"
+        return DiskFailure(f"disk: {doing} {num_bytes} bytes of {place.kind}{whose} {where} failed: {why}")
 
-    def _check(self, position: int, data: memoryview, version: int) -> None:
-        """Raises DiskFailure if other bytes were read than were written."""
-        assert self._written is not None
-        written_version, length, checksum = self._written.get(position, (-1, 0, 0))
-        # What was written through the mapping since then has no checksum.
-        if (written_version, length) == (version, len(data)) and zlib.crc32(data) != checksum:
-            raise self._failed("reading", length, position, "they are not the bytes that were written (checksum)")
-
-    def _failed(self, doing: str, num_bytes: int, position: int, why: str) -> DiskFailure:
-        return DiskFailure(f"disk: {doing} {num_bytes} bytes at {position} of the file in {self.folder} failed: {why}")
-
-    def _place_of(self, buffer: Tensor) -> tuple[int, bool]:
-        """The place in the file of a buffer, or of a part of one, and whether it is the last part."""
+    def _place_of(self, buffer: Tensor) -> tuple[_RangeOfFile, int]:
+        """The place of a buffer, or of a part of one, and the part's start in the file."""
         address = buffer.data_ptr()
         base = self._addresses[bisect_right(self._addresses, address) - 1]
-        start, num_bytes = self._places[base]
-        return start + address - base, address + buffer.nbytes == base + num_bytes
+        place = self._places[base]
+        return place, place.start + address - base
+
+
+class _Write(WorkPiece):
+    """A request that writes: without it the file lacks something."""
+
+    __slots__ = ()
+
+
+class _Checksum(NamedTuple):
+    """The checksum of a part of the file."""
+
+    start: int
+    end: int
+    crc: int
+
+
+@dataclass(eq=False)
+class _RangeOfFile:
+    """Where a buffer lies in the file, whose it is, and the checksums of what requests have written and read there.
+
+    A checksum is of the bytes of one request. A read may end elsewhere than the write before it did: the rest of the
+    write's bytes are read beside it then. What has no checksum, as what came through the mapping has none, gets one at
+    its first read.
+    """
+
+    start: int
+    num_bytes: int
+    kind: str
+    owner: weakref.ref[StateOwner] | None = None
+    tickets: weakref.ref[_Tickets] | None = None
+    _sums: list[_Checksum] = field(default_factory=list)
+    _version: int = -1  # of the buffer when the sums were made: a write through the mapping raises it
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # several requests end at once
+
+    def note_written(self, position: int, data: memoryview, version: int) -> None:
+        """A request has written."""
+        new = self._sum(position, self._own(position, data))
+        with self._lock:
+            self._keep(version)
+            self._sums = [each for each in self._sums if each.end <= new.start or new.end <= each.start]
+            self._sums.append(new)
+
+    def check(self, position: int, data: memoryview, version: int, file: int) -> bool:
+        """Whether a request has read what was there before. Raises OSError."""
+        data = self._own(position, data)
+        end = position + len(data)
+        with self._lock:
+            self._keep(version)
+            known = sorted(each for each in self._sums if each.start < end and position < each.end)
+        for each in known:
+            first, last = max(each.start, position), min(each.end, end)
+            crc = crc32(_read_at(file, each.start, first))
+            crc = crc32(data[first - position : last - position], crc)
+            if crc32(_read_at(file, last, each.end), crc) != each.crc:
+                return False
+        starts, ends = [position, *(each.end for each in known)], [*(each.start for each in known), end]
+        gaps = [(first, last) for first, last in zip(starts, ends, strict=True) if first < last]
+        new = [self._sum(first, data[first - position : last - position]) for first, last in gaps]
+        with self._lock:
+            if self._version == version:
+                self._sums += new
+        return True
+
+    def _own(self, position: int, data: memoryview) -> memoryview:
+        """The data without what fills the last block."""
+        return data[: self.start + self.num_bytes - position]
+
+    def _sum(self, position: int, data: memoryview) -> _Checksum:
+        return _Checksum(position, position + len(data), crc32(data))
+
+    def _keep(self, version: int) -> None:
+        """Keep the checksums if nothing was written through the mapping since they were made."""
+        if self._version != version:
+            self._sums, self._version = [], version
+
+
+def _read_at(file: int, start: int, end: int) -> bytes:
+    """What a file has there. Raises OSError."""
+    found = b""
+    while start + len(found) < end:
+        more = os.pread(file, end - start - len(found), start + len(found))
+        if not more:
+            raise OSError(0, f"it ends at {start + len(found)}")
+        found += more
+    return found
+
+
+class _OfParent:
+    """The `Ticket` of a part of the disk in a child that was forked from the tier's process."""
+
+    number = -1  # it is no copy of a stream's
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+
+    def wait(self) -> None:
+        """Raises UnsupportedError."""
+        self._tier.refuse_if_ended()
+
+    def order(self) -> None:
+        """Raises UnsupportedError."""
+        self.wait()
+
+    def implies(self, earlier: Any) -> bool:
+        """Whether `earlier` is done with it: nothing is."""
+        return earlier is self
+
+
+_all_tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for each in list(_all_tiers):
+        each.note_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _unnamed_file(folder: Path) -> int:
@@ -307,14 +502,16 @@ class DiskTicket:
 
     number = -1  # it is no copy of a stream's
 
-    def __init__(self, requests: list[Future[None]], is_of_reader: bool = False) -> None:
+    def __init__(self, requests: Sequence[WorkPiece], is_of_reader: bool = False) -> None:
         """is_of_reader: of memory that was only read, whose content is right however the copy ends."""
         self._requests = requests
         self._raises = not is_of_reader
 
     def wait(self) -> None:
         """See `Ticket`. Raises DiskFailure if the disk has failed."""
-        wait(self._requests)
+        # All of them before the first error: nobody may use the memory while a request is on its way.
+        for each in self._requests:
+            each.wait()
         if self._raises:
             for each in self._requests:
                 each.result()
@@ -325,4 +522,4 @@ class DiskTicket:
 
     def implies(self, earlier: Any) -> bool:
         """Whether `earlier` is done with it. Of another copy that is told only once it is over."""
-        return earlier is self or (isinstance(earlier, DiskTicket) and all(each.done() for each in earlier._requests))
+        return earlier is self or (isinstance(earlier, DiskTicket) and all(each.is_over for each in earlier._requests))

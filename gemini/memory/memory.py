@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,11 +13,12 @@ from torch import Tensor
 from gemini.errors import BudgetError
 from gemini.launch import current_device
 from gemini.memory.arena import CudaRuntime, HostTier
-from gemini.memory.disk import DiskTier
+from gemini.memory.disk import DiskTier, StateOwner
 from gemini.memory.modes import untracked
 from gemini.memory.slot import SlotPools
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import Region, Ticket, Tickets, Transfer, wait_on_host, wait_on_tier
+from gemini.memory.workers import Over, Workers, WorkPiece, give_up
 from gemini.placement.budget import Budget
 from gemini.placement.demand import Tier
 from gemini.settings import Device, Emulation, check_device
@@ -157,7 +156,7 @@ class WorkTicket:
 
     def __init__(self, thread: WorkThread) -> None:
         self._thread = thread
-        self._over: Future[None] = Future()
+        self._over = Over()
         self._regions: list[tuple[Tickets, Tickets]] = []  # everybody's, and those of the thread
         self._left: list[Ticket] = []  # of copies that the work has started
 
@@ -178,7 +177,7 @@ class WorkTicket:
 
     def end(self, error: BaseException | None = None) -> None:
         """The work is done, or has failed with `error`, unless it was done before. Called by the thread."""
-        if self._over.done():
+        if self._over.is_over:
             return
         left = Tickets()
         for _, own in self._regions:
@@ -187,10 +186,7 @@ class WorkTicket:
                 for each in ticket._left if isinstance(ticket, WorkTicket) else [ticket]:
                     left.note_read(each)
         self._left, self._regions = left.reads, []
-        if error is None:
-            self._over.set_result(None)
-        else:
-            self._over.set_exception(error)
+        self._over.end(error)
 
     def wait(self) -> None:
         """See `Ticket`. Raises what the work has raised."""
@@ -213,21 +209,24 @@ class WorkThread:
     """A thread that does one piece of work after another. There is none before the first."""
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None
+        self._workers = Workers(1)
+        self._last: WorkPiece | None = None
         self._busy_s = self._waited_s = 0.0
-        _work_threads.add(self)
 
     @property
     def is_busy(self) -> bool:
         """Some work is left."""
-        return self._last is not None and not self._last.done()
+        return self._last is not None and not self._last.is_over
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Have `work` done, after all that began before."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "gemini-update")
-        self._last = self._executor.submit(self._carry_out, work)
+        """Have `work` done, after all that began before. If this raises, it is over, or will never begin."""
+        earlier, self._last = self._last, WorkPiece(partial(self._carry_out, work))
+        try:
+            self._workers.begin([self._last])
+        except BaseException as error:
+            give_up([self._last], error)
+            self._last = earlier
+            raise
 
     def _carry_out(self, work: Callable[[], None]) -> None:
         start = time.perf_counter()
@@ -236,12 +235,12 @@ class WorkThread:
         finally:
             self._busy_s += time.perf_counter() - start
 
-    def wait_for(self, over: Future[None]) -> None:
+    def wait_for(self, over: Over) -> None:
         """Wait for a part of the work. Raises what it has raised."""
-        if not over.done():
+        if not over.is_over:
             start = time.perf_counter()
             try:
-                wait([over])
+                over.wait()
             finally:
                 self._waited_s += time.perf_counter() - start
         over.result()
@@ -254,7 +253,7 @@ class WorkThread:
                 self.wait_for(last)
             finally:
                 # An interrupt leaves it to be waited for again.
-                self._last = None if last.done() else last
+                self._last = None if last.is_over else last
 
     def pop_times(self) -> tuple[float, float]:
         """Seconds that the thread has worked, and that others have waited for it, since the last call."""
@@ -263,35 +262,11 @@ class WorkThread:
 
     def join(self) -> None:
         """Wait until no work is left, done or failed."""
-        if self._last is not None:
-            wait([self._last])
+        self._workers.join()
 
     def close(self) -> None:
         """Wait until no work is left, done or failed, and end the thread. The next work has another."""
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
-
-    def drop(self) -> None:
-        """A forked child has no such thread."""
-        self._executor = self._last = None
-
-
-_work_threads: weakref.WeakSet[WorkThread] = weakref.WeakSet()
-
-
-def _before_fork() -> None:
-    # The child, such as a DataLoader's worker, would see weights that nobody updates to the end.
-    for each in list(_work_threads):
-        each.join()
-
-
-def _after_fork() -> None:
-    for each in list(_work_threads):
-        each.drop()
-
-
-os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+        self._workers.close()
 
 
 # -- All memory of one model on this rank: its tiers, its slots, and the copies between tiers.
@@ -328,9 +303,24 @@ class RankMemory:
             return self.disk
         return self.device if tier is Tier.DEVICE else self.host
 
-    def allocate(self, tier: Tier, numel: int, dtype: torch.dtype, kind: str) -> Region:
-        """(numel,) zeros. Raises BudgetError."""
-        return Region(tier, self.tier(tier).allocate(numel * dtype.itemsize, kind).view(dtype))
+    def allocate(
+        self,
+        tier: Tier,
+        numel: int,
+        dtype: torch.dtype,
+        kind: str,
+        owner: StateOwner | None = None,
+        tickets: Tickets | None = None,
+    ) -> Region:
+        """(numel,) zeros. Raises BudgetError.
+
+        owner: whose state they are. tickets: for which users of the memory wait; None: those of the region.
+        """
+        buffer = self.tier(tier).allocate(numel * dtype.itemsize, kind)
+        region = Region(tier, buffer.view(dtype))
+        if self.disk is not None and owner is not None and tier is Tier.DISK:
+            self.disk.note_owner(buffer, owner, region.tickets if tickets is None else tickets)
+        return region
 
     def note_evaded(self, refused: BudgetError) -> None:
         """Count a shortage of the device after which the host takes the bytes. `refused`: the device's error."""

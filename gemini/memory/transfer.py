@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -18,6 +17,7 @@ from torch import Tensor
 from gemini.errors import GeminiError
 from gemini.memory.disk import DiskTicket, DiskTier, aligned_bytes
 from gemini.memory.tier import MemoryTier
+from gemini.memory.workers import Over, WorkPiece
 from gemini.placement.demand import Tier
 from gemini.placement.needs import round_to_alignment
 
@@ -45,7 +45,7 @@ class Ticket(Protocol):
 class Tickets:
     """The tickets of the last write of some memory and of the reads since then."""
 
-    __slots__ = ("reads", "write")
+    __slots__ = ("__weakref__", "reads", "write")
 
     def __init__(self) -> None:
         self.write: Ticket | None = None
@@ -185,10 +185,11 @@ class OnStream:
         self.reuse(launched)
         advance(self.clock(stream), self.clock(other))
 
-    def __del__(self) -> None:
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """The model is dropped: wait for its last copies, whose memory is about to be freed."""
-        # No later copy of another model waits for these, because streams belong to one model.
-        if not sys.is_finalizing():
+        # No later copy of another model waits for these, because streams belong to one model. Modules may be gone while
+        # the interpreter ends, `sys` too.
+        if not is_ending():
             for stream in getattr(self, "_streams", {}).values():
                 stream.synchronize()
 
@@ -277,7 +278,7 @@ class _Staging:
         number, self._next = self._next, 1 - self._next
         there = self._turns[number]
         if there is not None:
-            wait_on_host(there)
+            drop_copies(there.tickets)  # a disk that failed in an earlier fetch was told of there
         if there is None or there.nbytes < source.nbytes:
             there = self._turns[number] = Region(Tier.HOST, aligned_bytes(source.nbytes, pins=True))
         return there[: source.nbytes].view(source.dtype)
@@ -374,7 +375,7 @@ class Transfer:
 
     def _copy_on_disk(self, pairs: Sequence[tuple[Region, Region]]) -> Ticket | None:
         """Copies from or to the disk, beside whatever the host and the device do. None: they are done."""
-        requests: list[Future[None]] = []
+        requests: list[WorkPiece] = []
         staged: list[tuple[Region, Region]] = []
         for to, source in pairs:
             wait_on_host(to)
@@ -386,17 +387,25 @@ class Transfer:
                 to.flat.copy_(source.flat)
             elif to.tier is Tier.DEVICE and self._lane is not None:
                 staged.append((to, self._staging.buffer(source)))
-                requests += self._disk.read(staged[-1][1].flat, source.flat)
+                requests += self._disk.reading(staged[-1][1].flat, source.flat)
             else:
-                requests += (self._disk.read if source.tier is Tier.DISK else self._disk.write)(to.flat, source.flat)
-        if not requests:
+                requests += (self._disk.reading if source.tier is Tier.DISK else self._disk.writing)(
+                    to.flat, source.flat
+                )
+        if not requests or self._disk is None:
             return None
         ticket: Ticket = DiskTicket(requests)
         if self._lane is not None and staged:
             ticket = _Onward(ticket, self._lane, staged)
-        for to, source in pairs:
-            source.tickets.note_read(DiskTicket(requests, is_of_reader=True))
-            to.tickets.note_write(ticket)
+        try:
+            # Noted before they begin: memory that a request uses is never without a ticket.
+            for to, source in pairs:
+                source.tickets.note_read(DiskTicket(requests, is_of_reader=True))
+                to.tickets.note_write(ticket)
+            self._disk.begin(requests)
+        except BaseException as error:
+            self._disk.give_up(requests, error)
+            raise
         return ticket
 
 
@@ -463,10 +472,26 @@ class CopyRoom:
         self.num_bytes = num_bytes
         self.most_taken = 0
         self._taken = 0
-        self.changed = threading.Condition()  # guards everything of this object and of its loans
+        self.lock = threading.Lock()  # guards everything of this object and of its loans
+        self._change = Over()  # of the next thing for which somebody may wait
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until `is_so`, which is asked with `lock` held."""
+        # Not `threading.Condition`: see [Note: Interrupted waits] in workers.py.
+        while True:
+            with self.lock:
+                if is_so():
+                    return
+                change = self._change
+            change.wait()
+
+    def note_change(self) -> None:
+        """Whoever waits looks again. Called with `lock` held."""
+        change, self._change = self._change, Over()
+        change.end()
 
     def try_take(self, num_bytes: int) -> bool:
-        """Take room. False if there is not enough. Called with `changed` held."""
+        """Take room. False if there is not enough. Called with `lock` held."""
         # A copy that is larger than all of the room is made alone: otherwise it would never be made.
         if self._taken and self._taken + num_bytes > self.num_bytes:
             return False
@@ -475,9 +500,9 @@ class CopyRoom:
         return True
 
     def give_back(self, num_bytes: int) -> None:
-        """Give room back. Called with `changed` held."""
+        """Give room back. Called with `lock` held."""
         self._taken -= num_bytes
-        self.changed.notify_all()
+        self.note_change()
 
 
 class Loan:
@@ -499,10 +524,11 @@ class Loan:
 
     def wait(self) -> None:
         """The regions are about to be written: copy their content, or wait until it is read."""
-        with self._room.changed:
+        # A copy is made at once or not at all: the reader may be about to begin.
+        with self._room.lock:
             if self._is_over or self._copied_bytes or (not self._is_read and self._try_copy()):
                 return
-            self._room.changed.wait_for(lambda: self._is_over)
+        self._room.wait_until(lambda: self._is_over)
 
     def order(self) -> None:
         """Do what `wait` does: the reader is a thread, for which no stream can wait."""
@@ -514,8 +540,7 @@ class Loan:
 
     def copy(self) -> None:
         """Copy the content now: the regions may be written in ways that ask for no ticket. Waits for room."""
-        with self._room.changed:
-            self._room.changed.wait_for(lambda: self._is_over or self._try_copy())
+        self._room.wait_until(lambda: self._is_over or self._try_copy())
 
     def _try_copy(self) -> bool:
         num_bytes = sum(content.nbytes for content in self._contents)
@@ -529,17 +554,17 @@ class Loan:
 
     def read(self) -> Sequence[Tensor]:
         """The content of the regions, which stays as it is until `end`."""
-        with self._room.changed:
+        with self._room.lock:
             self._is_read = True
             return self._contents
 
     def end(self) -> None:
         """The reader needs the content no more, read or not. Ending a loan again does nothing."""
-        with self._room.changed:
+        with self._room.lock:
             if not self._is_over:
                 self._is_over, self._contents = True, ()
                 self._room.give_back(self._copied_bytes)
-                self._room.changed.notify_all()
+                self._room.note_change()
 
 
 def spare_bytes(capacity_bytes: int | None, taken_bytes: int, free_bytes: int) -> int:
@@ -551,12 +576,8 @@ def spare_bytes(capacity_bytes: int | None, taken_bytes: int, free_bytes: int) -
 class BackgroundWork(Protocol):
     """Something that a thread does with loans while training goes on."""
 
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether `wait` has said how it ended, on all ranks."""
-
-    def wait(self) -> object:
-        """Wait until it is done. Collective. Raises if it has failed."""
+    def finish(self) -> str | None:
+        """Wait until it is over. Returns why it has failed, if no rank has been told yet. Collective."""
 
     def join(self) -> None:
         """Wait until this rank's part is over, done or failed. Local."""
@@ -575,11 +596,10 @@ class Background:
         """Something begins, after `finish`."""
         self._work = work
 
-    def finish(self) -> None:
-        """Wait until nothing is done any more. Collective. Raises if it has failed and nobody was told."""
+    def finish(self) -> str | None:
+        """Wait until nothing is done any more. Collective. Returns why it has failed, if nobody was told."""
         work, self._work = self._work, None
-        if work is not None and not work.is_waited_for:
-            work.wait()
+        return None if work is None else work.finish()
 
     def join(self) -> None:
         """Wait until this rank's part is over, done or failed. Local."""

@@ -640,7 +640,18 @@ def model_spec(
     return ModelSpec(tuple(specs), tuple(spec for _, spec in operators))
 
 
-def describe(arguments: Sequence[str], spec: ModelSpec, built: Sequence[str]) -> str:
+def buffers_in_words(root: nn.Module) -> list[str]:
+    """A line for each buffer and each further name of one, in the order in which ranks exchange their values."""
+    names: dict[Tensor, str] = {}
+    lines = []
+    for name, buffer in root.named_buffers(remove_duplicate=False):
+        first = names.setdefault(buffer, name)
+        also = "" if first == name else f", which is {first!r}"
+        lines.append(f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}{also}")
+    return lines
+
+
+def describe(arguments: Sequence[str], spec: ModelSpec, built: Sequence[str], buffers: Sequence[str]) -> str:
     """What must be equal on all ranks, one fact per line, so that an error can show the first difference."""
     compiled = [operator.name for operator in spec.operators if operator.is_compiled]
     return "\n".join(
@@ -650,6 +661,7 @@ def describe(arguments: Sequence[str], spec: ModelSpec, built: Sequence[str]) ->
                 f"parameter {each.name!r} of shape {each.shape}, (dtype, trainable) = {each.dtype.name, each.trainable}"
                 for each in spec.weights
             ),
+            *buffers,
             f"built in a ZeroInitContext: {', '.join(built) or 'nothing'}",
             f"compiled: {', '.join(compiled) or 'nothing'}",
         ]

@@ -27,14 +27,16 @@ from gemini.access.states import States
 from gemini.access.weights import load_part, load_whole_state_dict, whole_state_dict
 from gemini.building.store import built_link_of
 from gemini.building.zero_init import shard_pending
+from gemini.elsewhere import instead_of_torchs
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.log import warn_at_script
 from gemini.model.hooks import Handles
-from gemini.model.operators import is_mark, is_parametrized
+from gemini.model.operators import is_mark, is_parametrized, tensors_in
 from gemini.model.wrap import LOST
 from gemini.runtime.chunk import ManagedParameter
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.step import Step
+from optim import HALF_DTYPES
 
 # -- `GatheredParameters`: a context in which parameters are whole and plain, between steps, to be read or changed.
 
@@ -254,7 +256,14 @@ def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Par
         if hasattr(parameter, LOST):
             raise UnsupportedError(f"parameter {name!r} lost its values when wrapping failed: build the module again")
         if is_lazy(parameter) or parameter.is_meta:
-            raise UnsupportedError(f"parameter {name!r} has no data yet ({type(parameter).__name__} on meta or lazy)")
+            what = "was made on the device 'meta'" if parameter.is_meta else "gets its shape from a first batch"
+            remedy = (
+                "build or load the model in `with gemini.ZeroInitContext():`, which shards it while its values come, "
+                "or call to_empty() and initialise it"
+                if parameter.is_meta
+                else "call the plain module once before ShardedModel(...)"
+            )
+            raise UnsupportedError(f"parameter {name!r} has no data yet: it {what}. Do this: {remedy}")
         # A subclass, such as a DTensor or a quantised weight, may hold its values elsewhere than in strided memory.
         if type(parameter) is not nn.Parameter:
             raise UnsupportedError(f"parameter {name!r} is a {type(parameter).__name__}, not a plain nn.Parameter")
@@ -289,7 +298,8 @@ def check_wrapped(
                 raise cannot_take("fully_shard, or what else makes DTensors,", name)
             raise GeminiError(
                 f"parameter {name!r} was added or replaced after ShardedModel(...) and would not be trained: "
-                "change the module before it is wrapped, and values with model.load_state_dict() or in place. To "
+                "change the module before it is wrapped, such as by ShardedModel(peft.get_peft_model(...)) for "
+                "adapters, and values with model.load_state_dict() or in place. To "
                 "change a size now, load model.state_dict() into the plain module, change that, and wrap it again"
             )
 
@@ -422,6 +432,20 @@ def _leave_out(handles: Handles, memo: dict[int, Any]) -> None:
         memo[key].update({number: copy.deepcopy(hook, memo) for number, hook in hooks.items() if number not in ours})
 
 
+def note_dtypes(error: BaseException, weights: Iterable[torch.dtype], inputs: Any) -> None:
+    """Add to torch's error about two dtypes where they come from: 16-bit weights and the script's inputs. Local."""
+    if not isinstance(error, (RuntimeError, ValueError)) or isinstance(error, GeminiError) or "type" not in str(error):
+        return
+    half = next((dtype for dtype in weights if dtype in HALF_DTYPES), None)
+    given = next((each.dtype for each in tensors_in(inputs) if each.is_floating_point()), half)
+    if half is not None and given is not half:
+        error.add_note(
+            f"The model's weights are {half} and an input is {given}. Either cast the batch, x.to({half}); or have the "
+            f"model cast its inputs and outputs, ShardedModel(module, dtype={{'': {half}, '*': torch.float32}}); or "
+            "give a config cast_inputs=true"
+        )
+
+
 # -- The names, state dicts and attributes that a sharded model shows: those of the module that it wraps.
 
 
@@ -451,6 +475,7 @@ class PlainView(nn.Module):
             # refusal of ours has changed nothing, and checkpointing ends a recomputation with an exception of its own.
             if not (isinstance(error, GeminiError) or self.chunk_manager.step.is_recomputing()):
                 self.chunk_manager.communicator.publish(error)
+            note_dtypes(error, (managed.dtype for managed in self.chunk_manager.parameters), (args, kwargs))
             raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -553,7 +578,7 @@ class PlainView(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or is_mark(name):
                 raise
-            return getattr(module, name)
+            return _forwarded(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Attributes of the wrapped module are read there, also by its forward, so they are written there.
@@ -595,6 +620,17 @@ class PlainView(nn.Module):
     def share_memory(self) -> NoReturn:
         """Not possible. Local. Raises UnsupportedError."""
         raise UnsupportedError("share_memory() of a ShardedModel is not possible: copy.deepcopy(model) is a plain one")
+
+
+def _forwarded(module: nn.Module, name: str) -> Any:
+    """The wrapped module's attribute. A name of torch's own wrappers that it does not have is told what to use."""
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        words = instead_of_torchs(name)
+        if words is None:
+            raise
+        raise AttributeError(f"a ShardedModel has no {name!r}: {words}", name=name) from error
 
 
 def _with_signature_of(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gemini.access.link import Link, watch_gradients
 from gemini.access.released import ReleasedParameter, guard_placeholders
@@ -168,7 +169,8 @@ def _shared(module: nn.Module) -> list[list[_Extent]]:
     found: dict[tuple[torch.device, int], list[tuple[str, Tensor]]] = {}
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         # These have no strided memory of their own that another tensor could share.
-        if built_link_of(tensor) is not None or tensor.layout is not torch.strided:
+        is_wrapper = is_traceable_wrapper_subclass(tensor)  # a quantised weight, which is left to the user
+        if built_link_of(tensor) is not None or tensor.layout is not torch.strided or is_wrapper:
             continue
         # Tensors without elements share nothing, and all have the same null pointer.
         if tensor.numel():
@@ -403,7 +405,8 @@ class ShardedModel(PlainView):
         set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
             A step then moves a parameter without a new gradient by its moments, as in plain PyTorch.
 
-        Raises GeminiError if the backward has updated weights (`update_in_backward`) and no step has followed.
+        Raises UpdatedInBackwardError if the backward has updated weights (`update_in_backward`) and no step has
+        followed, and GeminiError if that backward has failed.
         """
         self.chunk_manager.grads.refuse_discard()
         with self.chunk_manager.step.publishing():

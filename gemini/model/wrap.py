@@ -22,7 +22,7 @@ from gemini.memory.disk import DiskTier
 from gemini.memory.memory import RankMemory, choose_tiers
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import ready
-from gemini.model.operators import describe, find_operators, model_spec, weights_of
+from gemini.model.operators import buffers_in_words, describe, find_operators, model_spec, weights_of
 from gemini.monitor.device import DeviceSource, source_of
 from gemini.monitor.live import MemoryMonitor
 from gemini.monitor.readings import share_of_host
@@ -611,7 +611,10 @@ class Wrapping:
         built = {name: link for name, link in links if link is not None}
         self._back.stores = stores_of(built.values(), communicator.ranks)
         spec, given = model_spec(by_name, self.operators, self._places, self.weights), settings.shared()
-        communicator.agree(repr((given, spec, [*built])).encode(), "the model", describe(given, spec, [*built]))
+        # One rank's buffer would be broadcast into another's, and gloo ends the process where their sizes differ.
+        buffers = buffers_in_words(self._module) if communicator.world_size > 1 else []
+        facts = repr((given, spec, [*built], buffers)).encode()
+        communicator.agree(facts, "the model", describe(given, spec, [*built], buffers))
         device = self._memory.device.device
         own = bytes_freed(self._places, device, self._device), 0
         free = read_free(settings, own, communicator, self._device)

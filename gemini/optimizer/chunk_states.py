@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,14 +15,15 @@ import torch
 from torch import Tensor
 
 from gemini.errors import BudgetError
+from gemini.memory.arena import HostTier
 from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Tickets, wait_on_tier
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate, ShardView, runs_of
-from gemini.placement.budget import check_host_room_for_steps
+from gemini.placement.budget import check_host_room_for_steps, check_room_at_rest
 from gemini.placement.demand import Kind, StateHome, Tier, update_tier
-from gemini.placement.plan import has_room_for
+from gemini.placement.plan import Plan, has_room_for
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.params import ParamStore
@@ -54,6 +56,8 @@ class ChunkOptimizerState:
     tickets: Tickets = field(default_factory=Tickets)  # of all `flats`
     update_tier: Tier = field(init=False)  # on which updates run: what rests on the disk is brought to the host
     scalars: list[dict[str, Any] | None] = field(init=False)  # by position; None before the first update
+    num_updates: int = 0  # with `edits`, it tells which copies that users have read are stale
+    edits: Counter[tuple[int, str]] = field(default_factory=Counter)  # by position and name; "": of all names
     made: list[tuple[str, ...]] = field(init=False)  # by position: names of flat states that updates have created
 
     def __post_init__(self) -> None:
@@ -132,7 +136,9 @@ class ChunkOptimizerState:
         taken: dict[str, Region] = {}
         try:
             for name in names:
-                taken[name] = params.memory.allocate(tier, self.chunk.optim_numel, self.dtype, Kind.OPTIM)
+                taken[name] = params.memory.allocate(
+                    tier, self.chunk.optim_numel, self.dtype, Kind.OPTIM, self.chunk, self.tickets
+                )
         except BudgetError:
             for region in taken.values():
                 params.memory.free(region, Kind.OPTIM)
@@ -143,6 +149,7 @@ class ChunkOptimizerState:
         """Reset one parameter's state to that before its first update."""
         wait_on_tier(self.all_flats())
         position = managed.position
+        self.note_edit(position)
         self.scalars[position], self.made[position] = None, ()
         # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other
         # parameters.
@@ -153,6 +160,14 @@ class ChunkOptimizerState:
     def set_scalars(self, position: int, scalars: dict[str, Any]) -> None:
         """Give the parameter scalars of its own, as a state dict has them. Call `discard` before."""
         self.scalars[position] = scalars
+
+    def note_edit(self, position: int, name: str = "") -> None:
+        """A user has set a state or a scalar of a parameter, or, without a name, all of them."""
+        self.edits[position, name] += 1
+
+    def stamp(self, position: int, name: str) -> object:
+        """A value that is equal as long as nothing has changed this state or scalar."""
+        return id(self), self.num_updates, self.edits[position, ""], self.edits[position, name]
 
     def regroup(self, groups: Sequence[int | None]) -> None:
         """The parameters are in these param groups now, by position."""
@@ -230,6 +245,7 @@ class ChunkOptimizerState:
                     self.allocate([name], params)
                 if name not in each.room:  # else it was made there
                     self.flats[name][part].copy_(value)
+        self.num_updates += 1
         # All parameters of a run share its scalars from now on. A parameter that is cut into several runs is assigned
         # equal scalars several times, which counts one step.
         for each in updates:
@@ -317,6 +333,10 @@ class ChunkStates:
         """The flat states that a parameter has."""
         state = self.by_chunk.get(managed.chunk.index)
         return () if state is None else state.names(managed.position)
+
+    def note_write(self, managed: ManagedParameter, name: str) -> None:
+        """A user has set a state of a parameter. Local."""
+        self.by_chunk[managed.chunk.index].note_edit(managed.position, name)
 
     def scalars_of(self, managed: ManagedParameter) -> dict[str, Any] | None:
         """What is kept of a parameter beside flat states, such as its number of steps; None before its first update."""
@@ -418,6 +438,18 @@ class ChunkStates:
         self._fp16.pop(chunk.index, None)
         state.free(list(state.flats), self._params)
 
+    def resting_bytes(self, plan: Plan) -> dict[int, int]:
+        """Bytes of gradients that rest until a step and have no home in `plan`, by chunk: of parameters in no group."""
+        return {
+            index: state.chunk.optim_numel * state.chunk.gradient_dtype.itemsize
+            for index, state in sorted(self.by_chunk.items())
+            if None in state.groups and plan.demand.chunks[index].frees_gradient
+        }
+
+    def tier_of(self, chunk: Chunk) -> Tier:
+        """The tier on which a chunk's state rests."""
+        return self.by_chunk[chunk.index].tier
+
     def migrate(self, chunk: Chunk, home: StateHome) -> None:
         """Move a chunk's state to `home`, or to the host if the device is full."""
         self.by_chunk[chunk.index].migrate(home, self._params)
@@ -428,9 +460,9 @@ class ChunkStates:
         if state is not None:
             state.discard(managed)
 
-    def entry_names(self, managed: ManagedParameter, groups: Sequence[Mapping[str, Any]]) -> EntryNames:
-        """The keys of a parameter's entry in a state dict whose param groups are `groups`."""
-        number = self._group_of[managed.index]
+    def entry_names(self, managed: ManagedParameter, groups: Sequence[Mapping[str, Any]] | None) -> EntryNames:
+        """The keys of a parameter's entry in a state dict whose param groups are `groups`; None: as they are here."""
+        number, groups = self._group_of[managed.index], groups or self._param_groups
         # Loaded hyperparameters decide which states an entry has: one of torch's Adam with `amsgrad=True` has a third
         # one.
         return self._update.entry_names({**self._param_groups[number], **groups[number]})
@@ -445,20 +477,24 @@ class ChunkStates:
         return self._group_of.get(managed.index)
 
     @contextmanager
-    def adding_group(self, number: int, members: list[ManagedParameter]) -> Iterator[None]:
-        """Put parameters without a group into one. The block allocates their state; if it raises, both are undone."""
-        before = self._group_of
-        names_before = [list(state.flats) for state in self.by_chunk.values()]
-        # The members join before the block runs, because the plan that it makes counts the states which their group
+    def regrouping(self, groups: Sequence[dict[str, Any]], group_of: Mapping[int, int]) -> Iterator[None]:
+        """Have other param groups, and other members of them. The block allocates; if it raises, all is undone.
+
+        group_of: the param group of each parameter in a group, by parameter index.
+        """
+        before = [*self._param_groups], self._group_of
+        names_before = {index: list(state.flats) for index, state in self.by_chunk.items()}
+        # The members move before the block runs, because the plan that it makes counts the states which their group
         # needs.
-        self._regroup(before | {managed.index: number for managed in members})
+        self._regroup(groups, group_of)
         try:
             yield
         except BaseException:
             self.have_changed = True  # the plan may count the new members' states by now
-            self._regroup(before)
-            for state, names in zip(self.by_chunk.values(), names_before, strict=True):
-                state.free([name for name in state.flats if name not in names], self._params)
+            self._regroup(*before)
+            for index, state in self.by_chunk.items():
+                kept = names_before.get(index, [])
+                state.free([name for name in state.flats if name not in kept], self._params)
             raise
 
     def allocate_all(self) -> None:
@@ -468,10 +504,12 @@ class ChunkStates:
         for state in self.by_chunk.values():
             self._allocate_missing(state)
 
-    def _regroup(self, group_of: dict[int, int]) -> None:
-        self._group_of = group_of
+    def _regroup(self, groups: Sequence[dict[str, Any]], group_of: Mapping[int, int]) -> None:
+        # In place: the step and its updates have this list.
+        self._param_groups[:] = groups
+        self._group_of = dict(group_of)
         for state in self.by_chunk.values():
-            state.regroup(self._groups(state.chunk, group_of))
+            state.regroup(self._groups(state.chunk, self._group_of))
 
     def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
         """Bytes on the host of a chunk's state whose planned home is `home`."""
@@ -577,7 +615,9 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
             # Gradients and masters come first, and map the host memory of the optimizer state in one piece with theirs.
             training.allocate(states.missing_host_bytes(homes))
             states.add_all(homes)
-            check_host_room_for_steps(plan, host.ledger.total_bytes)
+            held = host.ledger.total_bytes - _sums_beside(plan, host)
+            check_host_room_for_steps(plan, held)
+            check_room_at_rest(plan, states.resting_bytes(plan), held)
             if stays_on_device and device.num_shortages > num_shortages:
                 error = BudgetError("device: no memory for optimizer state", tier=Tier.DEVICE, is_shortage=True)
         except BudgetError as refusal:
@@ -593,6 +633,12 @@ def _try_states(manager: ChunkManager, states: ChunkStates, stays_on_device: boo
         # The plan's gradient slots have no memory yet: their next use allocates it.
         manager.step.payloads.miss_room()
     return error
+
+
+def _sums_beside(plan: Plan, host: HostTier) -> int:
+    """Bytes of gradients that earlier steps have taken on the host beside the plan. Steps to come use them again."""
+    planned = plan.placement.bytes_by_kind(plan.demand, Tier.HOST)[Kind.GRAD]
+    return max(0, host.ledger.bytes_by_kind[Kind.GRAD] - planned)
 
 
 def _give_back(manager: ChunkManager, states: ChunkStates, training_was_there: bool) -> None:

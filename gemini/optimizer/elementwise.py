@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gemini.errors import UnsupportedError
+from gemini.optimizer.given import kind_of
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate
 from gemini.runtime.chunk import ManagedParameter
 from optim import AdamPiece, AdamScalars, CPUAdam, HybridAdam, adam_scalars, hyperparameters, update_pieces
@@ -152,10 +153,11 @@ class TorchUpdate:
     is_fused = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        accepted = inspect.signature(type(optimizer).__init__).parameters
+        kind = kind_of(optimizer)
+        accepted = inspect.signature(kind.__init__).parameters
         # AdamW has a default that its constructor does not take: `decoupled_weight_decay`.
         settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-        self._make = lambda parameter: type(optimizer)([parameter], **settings)
+        self._make = lambda parameter: kind([parameter], **settings)
         self._worker = self._make(torch.zeros(1, device="cpu"))
         self._starts_with_state = bool(self._worker.state)  # Adagrad creates its state in the constructor
 
@@ -351,12 +353,13 @@ def resolve_update(optimizer: torch.optim.Optimizer, elementwise: bool) -> Eleme
     if not isinstance(elementwise, bool):
         raise TypeError(f"elementwise must be True or False, found {elementwise!r}")
     # The exact type counts: a subclass may update in another way, of which nothing is known.
-    if type(optimizer) in (HybridAdam, CPUAdam):
+    kind = kind_of(optimizer)
+    if kind in (HybridAdam, CPUAdam):
         return AdamUpdate()
-    if type(optimizer) in TESTED or elementwise:
+    if kind in TESTED or elementwise:
         return TorchUpdate(optimizer)
     names = ", ".join(["HybridAdam", "CPUAdam", *(kind.__name__ for kind in TESTED)])
     raise UnsupportedError(
-        f"{type(optimizer).__name__} is not known to work element by element, which chunks need. Known: {names}. If "
+        f"{kind.__name__} is not known to work element by element, which chunks need. Known: {names}. If "
         "yours does, say elementwise=True"
     )

@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gemini.access.full_access import kept_optimizer_state
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.memory.modes import methods_never_traced
 from gemini.model.operators import original_of
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates, making_optimizer, take_states
 from gemini.optimizer.elementwise import resolve_update
+from gemini.optimizer.given import ShownGroups, drop_states, refuse_taken, take_over
 from gemini.optimizer.state_dict import (
     check_optimizer_state,
     load_optimizer_state,
     loads_with_hooks,
     saves_with_hooks,
-    scalar_of,
     whole_optimizer_state,
 )
+from gemini.optimizer.state_view import StateView
 from gemini.optimizer.step import (
     ChunkOptimizer,
     LossScale,
     OptimizerStep,
+    ParamGroups,
     Scaling,
     StepReport,
-    add_group,
     agreed_groups,
     frozen_among,
-    managed_of,
 )
 from gemini.optimizer.update import SCALES_LOSSES
-from gemini.runtime.chunk import ManagedParameter
 from gemini.runtime.grads import Becomes
-from gemini.runtime.step import Step
 from optim import prepare
 from optim.adam import refuse_unknown_arguments
 
@@ -61,6 +58,7 @@ def check_inner(optimizer: torch.optim.Optimizer, sharded: type[torch.optim.Opti
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, sharded):
         raise TypeError(f"optimizer must be a plain torch optimizer, found {type(optimizer).__name__}")
     model.chunk_manager.refuse_second()
+    refuse_taken(optimizer)
     # State of a stepped optimizer would be lost. Adagrad has state with step 0 from the start. An entry without a step
     # count, such as that of SGD with momentum, comes from a step.
     if any(int(entry.get("step", 1)) for entry in optimizer.state.values()):
@@ -87,6 +85,15 @@ def check_max_norm(name: str, value: float | None) -> float | None:
     return float(value)
 
 
+def refuse_clipping(model: ShardedModel, what: str) -> None:
+    """Raises ValueError for `what`, which clips every step, where the model's backwards update weights. Local."""
+    if model.settings.frees_gradients(model.world_size):
+        raise ValueError(
+            f"{what} needs all gradients before the first update, and the model's update_in_backward=True updates "
+            "while they come: leave one of the two out"
+        )
+
+
 def check_clipping(max_norm: float, norm_type: float) -> float:
     """`max_norm` as a float. Raises ValueError for one that is not above 0, and for a norm other than 2 or inf."""
     if norm_type not in (2.0, math.inf):
@@ -97,73 +104,7 @@ def check_clipping(max_norm: float, norm_type: float) -> float:
     return checked
 
 
-# -- `optimizer.state`: the parameters with state, and the names of their states. Reading a tensor gathers it.
-
-
-class StateView(Mapping[Tensor, Mapping[str, Any]]):
-    """The states by parameter. Only parameters that were updated or loaded count: torch looks at the length.
-
-    Of optimizers that keep nothing of a parameter, such as SGD without momentum, none counts, as in plain PyTorch.
-    """
-
-    def __init__(self, step: Step, states: ChunkStates) -> None:
-        self._step = step
-        self._states = states
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        for state in self._states.by_chunk.values():
-            for managed in state.chunk.parameters:
-                if self._state_of(managed) is not None:
-                    yield managed.parameter
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __getitem__(self, parameter: Tensor) -> Mapping[str, Any]:
-        """A view of one parameter's state, empty without state. Raises KeyError if it is not the model's."""
-        managed = managed_of(self._step, parameter)
-        if managed is None:
-            raise KeyError("not a parameter of this optimizer's ShardedModel")
-        # In plain PyTorch `optimizer.state` is a defaultdict of dicts, so a parameter without state reads as an empty
-        # one.
-        return self._state_of(managed) or {}
-
-    def __contains__(self, parameter: object) -> bool:
-        # `Mapping` would ask `__getitem__`, which also answers for parameters without state.
-        managed = managed_of(self._step, parameter)
-        return managed is not None and self._state_of(managed) is not None
-
-    def _state_of(self, managed: ManagedParameter) -> _ParameterState | None:
-        """A view of one parameter's state. None if it has none."""
-        state = self._states.by_chunk.get(managed.chunk.index)
-        scalars = None if state is None else state.scalars[managed.position]
-        if state is None or scalars is None:
-            return None
-        # As a mapping it is False if it is empty.
-        return _ParameterState(managed.parameter, scalars, state.names(managed.position)) or None
-
-
-class _ParameterState(Mapping[str, Any]):
-    """One parameter's scalars and whole tensors by name. Reading a tensor is collective and returns a copy."""
-
-    def __init__(self, parameter: nn.Parameter, scalars: Mapping[str, Any], names: tuple[str, ...]) -> None:
-        self._parameter = parameter
-        self._scalars = scalars
-        self._names = names
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._scalars
-        yield from self._names
-
-    def __len__(self) -> int:
-        return len(self._scalars) + len(self._names)
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self._scalars:
-            return scalar_of(name, self._scalars[name])
-        if name not in self._names:
-            raise KeyError(name)
-        return kept_optimizer_state(self._parameter, name)
+_ADD_ALIKE = "All ranks must add the same param group at the same step"
 
 
 # -- `ShardedOptimizer`: a torch optimizer over a `ShardedModel`'s chunks.
@@ -183,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         model: the `ShardedModel` whose parameters `optimizer` was made with, or `torch.compile` of it.
         optimizer: `HybridAdam(model.parameters(), ...)`, or a torch optimizer that works element by element. Its
-            `param_groups` become this optimizer's; its own state stays empty.
+            `param_groups` and hooks become this optimizer's, and its methods then act on this one.
         initial_scale: the loss scale of the first step.
         min_scale: the loss scale never falls below it.
         growth_factor: factor of the loss scale after `growth_interval` steps without a non-finite gradient.
@@ -238,28 +179,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_other_disk(optimizer, model)
             update = resolve_update(optimizer, elementwise)
             max_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
-            if frees_gradients and max_norm is not None:
-                raise ValueError(
-                    f"clip_grad_norm={max_norm:g} needs all gradients before the first update, and the model's "
-                    "update_in_backward=True updates while they come: leave one of the two out"
-                )
+            if max_norm is not None:
+                refuse_clipping(model, f"clip_grad_norm={max_norm:g}")
             group_of = agreed_groups(manager.step, optimizer)
             if gpu_margin_mem_ratio is not None:
                 model.trainability.change_margin(gpu_margin_mem_ratio)
-            optimizer.state.clear()  # Adagrad creates whole states in its constructor
+            drop_states(optimizer)
+            self.shown_groups = ShownGroups()
             super().__init__(optimizer.param_groups, optimizer.defaults)
-            # One list for both, so that a scheduler of `optimizer` sees groups that are added later.
-            optimizer.param_groups = self.param_groups
-            self._chunk_states = ChunkStates(manager.params, update, self.param_groups, group_of)
-            self.state = StateView(manager.step, self._chunk_states)  # type: ignore[assignment]
+            # What is in force, until a step has seen what the script makes of the groups that are shown.
+            in_force = [*self.param_groups]
+            self._chunk_states = ChunkStates(manager.params, update, in_force, group_of)
+            self._state_view = StateView(model, self._chunk_states)
             self._scaling = Scaling(manager.grads, self._chunk_states, scale)
             prepare(manager.memory.device.device)
             take_states(model, self._chunk_states)
             # What the next step will apply.
             self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling, type(optimizer).__name__)
-            how = self._chunk_states, update, self.param_groups, self._scaling, self._next, max_norm
+            self._groups = ParamGroups(model, self._chunk_states, self.shown_groups, in_force)
+            how = self._chunk_states, update, in_force, self._scaling, self._next, max_norm, self._groups
             self._optimizer_step = OptimizerStep(model, *how)
             manager.attach(self._next)
+            take_over(optimizer, self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The param groups, as in torch: edits count from the next step on, on all ranks alike."""
+        return self.shown_groups.groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.shown_groups.show(groups)
+
+    @property
+    def state(self) -> Any:
+        """The states by parameter, as in torch. Reading a tensor is collective; edits are, and count."""
+        return self._state_view
+
+    @state.setter
+    def state(self, states: Mapping[Any, Any]) -> None:
+        # torch's constructor sets an empty one.
+        if hasattr(self, "_state_view"):
+            self._state_view.replace(states)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close()` was called, so that the model is another optimizer's or nobody's."""
+        return self._manager.optimizer is not self._next
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`scale(loss).backward()`, for a loss of one element. Collective.
@@ -301,8 +267,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             max_norm: the largest norm, above 0.
             norm_type: 2 or inf. The 2-norm is exact: it does not depend on chunks, ranks or the order of sums.
 
-        Returns the norm before clipping, a 0-dim tensor; 0 if there is no gradient. Raises ValueError for other
-        arguments, and GeminiError inside a forward or backward.
+        Returns the norm before clipping, a 0-dim tensor; 0 if there is no gradient. With `update_in_backward` only the
+        2-norm can be asked for, with `max_norm=math.inf`. Raises ValueError for other arguments, and GeminiError inside
+        a forward or backward.
         """
         checked = check_clipping(max_norm, norm_type)
         self._check_between_steps("clip_grad_norm_()")
@@ -342,17 +309,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         set_to_none: False sets gradients to zero instead, also those that a step has used since they were last None.
             A step then moves parameters without a new gradient by their moments.
 
-        Raises GeminiError if the backward has updated weights (`update_in_backward`) and no step has followed.
+        Raises UpdatedInBackwardError if the backward has updated weights (`update_in_backward`) and no step has
+        followed, and GeminiError if that backward has failed.
         """
         self._manager.grads.refuse_discard()
         with self._manager.step.publishing():
-            self._manager.grads.end_step(Becomes.of(set_to_none), self._chunk_states.ungrouped())
+            self._manager.grads.end_step(Becomes.of(set_to_none), self._groups.ungrouped())
             self._next.reset_clipping()
 
     def _check_between_steps(self, what: str) -> None:
-        if self._manager.optimizer is not self._next:
+        if self.is_closed:
             raise GeminiError(f"{what} of an optimizer that was closed: use the model's present one")
-        self._manager.step.check_idle(what)
+        self._manager.step.check_idle(what, after_updates=True)
         if self._manager.is_in_use:
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
 
@@ -384,6 +352,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if scale is not None and "loss_scale" in state_dict:
                 scale.check_state(state_dict["loss_scale"])
             self._manager.step.check_idle("optimizer.load_state_dict()")
+            self._optimizer_step.follow_groups()
             checked = check_optimizer_state(self.model, self._chunk_states, self.param_groups, state_dict)
             load_optimizer_state(self.model, self._chunk_states, self.param_groups, checked)
             if scale is not None and "loss_scale" in state_dict:
@@ -406,6 +375,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             trainability.apply_flags()
             trainability.discard_state(frozen_among(self.model, parameters))
 
+    def follow_param_groups(self) -> None:
+        """Put edits of `param_groups` in force now, as every step does. Collective, between steps.
+
+        With `update_in_backward` edits need this call, since a backward updates before there is a step.
+
+        Raises ValueError for a parameter that is not the model's or is in two groups, BudgetError if the states do not
+        fit, and DivergenceError if ranks have edited otherwise; nothing has changed then.
+        """
+        self._manager.step.check_idle("follow_param_groups()")
+        with self._manager.step.publishing():
+            self._optimizer_step.follow_groups()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that are in no group yet, as in torch. Collective, between steps.
 
@@ -422,7 +403,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with step.publishing():
             super().add_param_group(param_group)
             try:
-                add_group(self.model, self._chunk_states, self.param_groups)
+                self._optimizer_step.follow_groups("new param group", _ADD_ALIKE)
             except BaseException:
                 self.param_groups.pop()
                 raise
@@ -432,7 +413,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Closing it again does nothing. Raises GeminiError inside a forward or backward.
         """
-        if self._manager.optimizer is not self._next:
+        if self.is_closed:
             return
         self._manager.step.check_idle("close()")
         with self._manager.step.publishing():

@@ -178,10 +178,10 @@ def check_state(
             elif not isinstance(entry, Mapping):
                 raise ValueError(f"state of {who} is a {type(entry).__name__}, not a dict")
             else:
-                _check_entry(entry, who, by_number[number], names_of(by_number[number]))
+                check_entry(entry, who, by_number[number], names_of(by_number[number]))
 
 
-def _check_entry(entry: Mapping[str, Any], who: str, managed: ManagedParameter, names: EntryNames) -> None:
+def check_entry(entry: Mapping[str, Any], who: str, managed: ManagedParameter, names: EntryNames) -> None:
     """Raises ValueError unless the entry has the keys and shapes of this optimizer's for a stepped parameter."""
     for name, value in entry.items():
         if name == "step" and not (_is_number(value) and 0 <= float(value) < math.inf):
@@ -386,7 +386,7 @@ def load_optimizer_state(
         for number, managed in by_number.items():
             its_state = states.by_chunk.get(managed.chunk.index)
             if its_state is not None:
-                _load_entry(parts, its_state, managed, saved["state"].get(number), names_of(managed), values)
+                load_entry(parts, its_state, managed, saved["state"].get(number), names_of(managed), values)
             if number in masters:
                 _load_master(parts, managed, masters[number], values)
 
@@ -458,16 +458,16 @@ def _is_flat(name: str, value: Any, managed: ManagedParameter, names: EntryNames
     return name in names.flat if names.known is not None else name != "step"
 
 
-def _load_entry(
+def load_entry(
     states: States,
     chunk_state: ChunkOptimizerState,
     managed: ManagedParameter,
     entry: Mapping[str, Any] | None,
     names: EntryNames,
-    values: StateValues,
+    values: StateValues | None = None,
 ) -> None:
     """Set one parameter's state to `entry`. None: to that before its first step. Collective."""
-    position = managed.position
+    position, values = managed.position, values or WholeTensors()
     # States that the entry lacks are reset, not kept.
     chunk_state.discard(managed)
     if entry is None:
@@ -485,7 +485,7 @@ def _load_entry(
             values.fill_state(states.of_optimizer(managed.chunk, name), managed, name, value)
             chunk_state.note_made(position, [name])
         else:
-            scalars[name] = _unscalar(name, value, chunk_state)
+            scalars[name] = unscalar(name, value, chunk_state)
 
 
 def _load_master(states: States, managed: ManagedParameter, value: Tensor, values: StateValues) -> None:
@@ -512,7 +512,7 @@ def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**saved, **{key: {number_of.get(n, n): e for n, e in part.items()} for key, part in parts.items()}}
 
 
-def _unscalar(name: str, value: Any, state: ChunkOptimizerState) -> Any:
+def unscalar(name: str, value: Any, state: ChunkOptimizerState) -> Any:
     """A scalar in the form that this optimizer's update keeps: `step` as an int for our Adam, else as given."""
     if name == "step" and state.counts_steps:
         return int(value)

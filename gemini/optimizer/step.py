@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from gemini.access.link import link_of
-from gemini.errors import GeminiError, UnsupportedError
+from gemini.errors import GeminiError, UnsupportedError, closed
 from gemini.log import warn_at_script
 from gemini.memory.modes import A_HOOK, never_traced
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import ElementwiseUpdate, group_in_words
+from gemini.optimizer.given import GroupEdits, ShownGroups
 from gemini.optimizer.shards import GradientFactors
 from gemini.optimizer.summary import GradientSummary, SumsAhead, compare_settings, settings_of_step, summarize
 from gemini.optimizer.update import BackwardUpdates, ChunkUpdates
@@ -222,7 +223,8 @@ def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> li
             raise ValueError(
                 f"param group {number} of {owner} has a parameter of shape {tuple(parameter.shape)} that is not this "
                 "model's: take model.parameters() of the wrapped model, without those of ignored_parameters=, which "
-                "an optimizer of their own trains"
+                "an optimizer of their own trains. What an adapter or a criterion brings is in the module before it is "
+                "wrapped"
             )
         # A frozen complex parameter is never updated. `model.parameters()` may bring it into a group.
         if managed.dtype.is_complex and parameter.requires_grad:
@@ -253,24 +255,67 @@ def agreed_groups(step: Step, optimizer: torch.optim.Optimizer) -> dict[int, int
     return {managed.index: number for number, its in enumerate(members) for managed in its}
 
 
-def add_group(model: ShardedModel, states: ChunkStates, groups: Sequence[dict[str, Any]]) -> None:
-    """Allocate the state of the members of the last group, which is new, in a plan that counts it. Collective.
+class ParamGroups:
+    """The param groups that are in force, beside those that the optimizer shows.
 
-    Raises ValueError for members that are not allowed, BudgetError if there is no room for the state, and
-    DivergenceError if ranks add different groups; nothing has changed then.
+    A script may edit the shown ones: move a parameter to another group, take it out, replace a group, or all of them.
+    What a step uses, the group of each parameter and its states, has to follow on all ranks together.
     """
-    step, number, group = model.chunk_manager.step, len(groups) - 1, groups[-1]
-    members = members_of(step, "ShardedOptimizer", number, group)
-    states.check_group(group)  # before any memory is allocated
-    words = group_in_words(number, members, group)
-    remedy = "All ranks must add the same param group at the same step"
-    with states.adding_group(number, members):
-        # Compared inside the block, so that a group in which ranks differ is undone on all of them.
-        step.communicator.agree(words.encode(), "new param group", remedy=remedy)
-        # The plan follows before the state takes memory: what it does not count would rest on the host of a model with
-        # a device budget.
-        model.trainability.follow_optimizer(f"new param group of {len(members)} parameters")
-        states.allocate_all()
+
+    def __init__(
+        self, model: ShardedModel, states: ChunkStates, shown: ShownGroups, in_force: list[dict[str, Any]]
+    ) -> None:
+        """in_force: the list that `states` and the step read."""
+        self._model = model
+        self._states = states
+        self._shown = shown
+        self.edits = GroupEdits(shown, in_force)
+
+    def ungrouped(self) -> dict[int, list[bool]]:
+        """`ChunkStates.ungrouped` of the groups that are shown. Local."""
+        if not self.edits.are_any():
+            return self._states.ungrouped()
+        step = self._model.chunk_manager.step
+        found = (managed_of(step, each) for group in self._shown.groups for each in group["params"])
+        members = {managed.index for managed in found if managed is not None}
+        flags = {
+            index: [managed.index not in members for managed in state.chunk.parameters]
+            for index, state in self._states.by_chunk.items()
+        }
+        return {index: its for index, its in flags.items() if any(its)}
+
+    def follow(self, what: str = "edited param groups", remedy: str = "All ranks must edit param groups alike") -> None:
+        """Put the shown groups in force, with memory for the states that they need. Collective if they are edited.
+
+        Raises ValueError for members that are not allowed, BudgetError if there is no room for the state, and
+        DivergenceError if ranks edit otherwise; nothing has changed then.
+        """
+        if not self.edits.are_any():
+            return
+        step, groups = self._model.chunk_manager.step, self._shown.groups
+        members = [members_of(step, "ShardedOptimizer", number, group) for number, group in enumerate(groups)]
+        group_of: dict[int, int] = {}
+        for number, its in enumerate(members):
+            for managed in its:
+                if managed.index in group_of:
+                    raise ValueError(
+                        f"{managed.name!r} is in param groups {group_of[managed.index]} and {number}: take it out of "
+                        "one of them"
+                    )
+                group_of[managed.index] = number
+        for group in groups:
+            self._states.check_group(group)  # before any memory is allocated
+        words = [
+            group_in_words(number, its, group) for number, (its, group) in enumerate(zip(members, groups, strict=True))
+        ]
+        with self._states.regrouping(groups, group_of):
+            # Compared inside the block, so that groups in which ranks differ are undone on all of them.
+            step.communicator.agree("\n".join(words).encode(), what, remedy=remedy)
+            # The plan follows before the state takes memory: what it does not count would rest on the host of a model
+            # with a device budget.
+            self._model.trainability.follow_optimizer(f"{what}: {len(group_of)} parameters in {len(groups)}")
+            self._states.allocate_all()
+        self.edits.note_followed()
 
 
 # -- Refuses, before a step changes anything, parameters that the user expects to be trained and that would not be.
@@ -427,6 +472,7 @@ class OptimizerStep:
         scaling: Scaling,
         factors: ChunkOptimizer,
         max_norm: float | None,
+        groups: ParamGroups,
     ) -> None:
         """max_norm: every step clips to it for which no other clip is requested. None: no clipping."""
         self.grad_norm: Tensor | None = None
@@ -435,6 +481,7 @@ class OptimizerStep:
         self._manager = manager = model.chunk_manager
         self._states = states
         self._param_groups = param_groups
+        self._groups = groups
         self._scaling = scaling
         self._next = factors  # what the next step will apply
         self._max_norm = max_norm
@@ -446,7 +493,7 @@ class OptimizerStep:
         self._transfer, self._work = manager.memory.transfer, manager.memory.work
         self._in_backward = None
         if model.settings.frees_gradients(manager.communicator.world_size):
-            self._in_backward = BackwardUpdates(self._updates, states.by_chunk, param_groups)
+            self._in_backward = BackwardUpdates(self._updates, states.by_chunk, param_groups, groups.edits)
         self._ahead = SumsAhead(self._work) if defers else None
         step.reductions.serve(self._in_backward, self._ahead)
         self._moved_before = Counter(self._transfer.bytes_by_link)
@@ -454,15 +501,19 @@ class OptimizerStep:
     def request_clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Let the next step clip its gradients so. Returns their norm before that, 0-dim. Collective.
 
-        Raises GeminiError where backwards update weights.
+        Raises GeminiError where backwards update weights, unless only the norm is asked for.
         """
-        if self._in_backward is not None:
+        asks_only = self._in_backward is not None and math.isinf(max_norm)
+        if self._in_backward is not None and not (asks_only and norm_type == 2.0):
             raise GeminiError(
-                "clip_grad_norm_() needs all gradients before the first update, and update_in_backward=True updates "
-                "while they come: wrap the model without it"
+                f"clip_grad_norm_({max_norm:g}, norm_type={norm_type:g}) needs all gradients before the first update, "
+                "and update_in_backward=True updates while they come: wrap the model without it, or do not clip. "
+                "clip_grad_norm_(math.inf) returns their 2-norm"
             )
         with self._manager.step.publishing():
-            self._next.requested = (max_norm, norm_type)
+            self.follow_groups()
+            # The backward has updated as without clipping, which is the same: nothing is requested.
+            self._next.requested = None if asks_only else (max_norm, norm_type)
             self._collect()
             summary = self._summarize(norm_type)
             self._next.saw(summary)
@@ -472,13 +523,17 @@ class OptimizerStep:
     def run(self) -> None:
         """Agree on the step in its last all-reduce before the update. A rank that cannot update fails before that."""
         step = self._manager.step
+        if step.failures.is_closed:
+            raise closed("a step needs memory that was given back with it")
         if self._in_backward is None:
             self._updates.finish()
         self._times_ms = tuple(1e3 * seconds for seconds in self._work.pop_times())
         # Everything that may be refused is checked first, while no rank has changed anything.
-        self._updates.refuse_bad_hyperparameters()
         if self._in_backward is not None and step.grads.are_used:
             self._in_backward.refuse_other_settings()
+            self._in_backward.refuse_edits(step)
+        self.follow_groups()
+        self._updates.refuse_bad_hyperparameters()
         refuse_ungrouped(self._model, self._states)
         step.before_update()
         self._collect()
@@ -497,6 +552,13 @@ class OptimizerStep:
             self._manager.micro_batches.note_step(summary.num_backwards)
             self.grad_norm = grad_norm.fill_(self._true_norm(summary))
             self._update_all(summary, max_norm)
+
+    def follow_groups(self, *words: str) -> None:
+        """Put edits of the param groups in force, see `ParamGroups.follow`. Collective."""
+        if self._groups.edits.are_any():
+            # States may move, and the thread may still update what they are of.
+            self._updates.finish()
+            self._groups.follow(*words)
 
     def give_back(self) -> None:
         """The optimizer is closed: backwards use no gradient any more. Local."""

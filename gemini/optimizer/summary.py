@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.errors import GeminiError
 from gemini.memory.memory import WorkThread, WorkTicket
 from gemini.memory.transfer import Ticket, wait_on_tier
 from gemini.monitor.live import LiveMemory
 from gemini.optimizer.elementwise import settings_in_words
 from gemini.optimizer.shards import spans_of
 from gemini.ranks.communicator import Communicator
-from gemini.ranks.exit_report import words_of
 from gemini.runtime.chunk import Chunk
 from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.step import Step
@@ -284,11 +282,13 @@ class SumsAhead:
         chunk, region = gradient.chunk, gradient.reduced()
         pieces, ticket, arriving = _counted(chunk, gradient.got, None), WorkTicket(self._work), region.tickets.write
         made = _MadeSum(ticket, region.flat, region.flat._version, pieces, zero_norm_limbs(), [])
-        ticket.read(region)
         try:
+            ticket.read(region)
             self._work.begin(partial(_sum_up, made, arriving))
-        except BaseException as error:
-            ticket.end(GeminiError(f"the sum of a gradient did not begin: {words_of(error)}"))
+        except BaseException:
+            # An interrupt may come right behind the beginning. Without a sum nothing is wrong: the step makes another.
+            self._work.join()
+            ticket.end()
             raise
         self._made[chunk.index] = made
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from gemini.errors import BudgetError, GeminiError, UnsupportedError
+from gemini.errors import BudgetError, GeminiError, UnsupportedError, UpdatedInBackwardError
 from gemini.memory.memory import RankMemory, WorkTicket
 from gemini.memory.transfer import Region, ready, wait_on_stream, wait_on_tier
 from gemini.optimizer.chunk_states import ChunkOptimizerState
 from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate
+from gemini.optimizer.given import GroupEdits
 from gemini.optimizer.shards import (
     TURNS,
     GradientFactors,
@@ -32,7 +33,7 @@ from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.grads import GradStore
 from gemini.runtime.params import ParamStore
 from gemini.runtime.recovery import Failures
-from gemini.runtime.step import USES_UP, Payloads
+from gemini.runtime.step import USES_UP, Payloads, Step
 
 # -- Updates of chunks, each on the tier of its state.
 #
@@ -280,6 +281,8 @@ class ChunkUpdates:
                 update.begin(each.runs, self._param_groups, factors)
             self._work.begin(partial(self._carry_out, update, updates, self._transfer.aside()))
         except BaseException as error:
+            # An interrupt may come right behind the beginning: the thread ends them itself then.
+            self._work.join()
             # No thread will end them: whoever waited for one, such as `close`, would wait for ever.
             for ticket in tickets:
                 ticket.end(GeminiError(f"an update on the host did not begin: {words_of(error)}"))
@@ -344,6 +347,9 @@ class ChunkUpdates:
         turn = turns[number % len(turns)]
         elsewhere: dict[str, Region] = {}
         if state.tier is not state.update_tier:
+            # A thread would say only later that nothing of it can be read.
+            if self._memory.disk is not None:
+                self._memory.disk.refuse_if_ended()
             tickets = (moments or state.all_flats()).tickets
             elsewhere = {name: Region(state.tier, flat, tickets) for name, flat in state.flats.items()}
         view = ShardView(chunk, homes, elsewhere, self._transfer, self._staging, state.update_tier, turn)
@@ -489,8 +495,10 @@ class BackwardUpdates:
         updates: ChunkUpdates,
         states: Mapping[int, ChunkOptimizerState],
         param_groups: list[dict[str, Any]],
+        edits: GroupEdits,
     ) -> None:
-        """states: by chunk index."""
+        """states: by chunk index. edits: of the param groups."""
+        self._edits = edits
         self.sums = UsedSums()
         self._updates = updates
         self._states = states
@@ -505,17 +513,41 @@ class BackwardUpdates:
             raise GeminiError(f"a backward under no_sync() adds up gradients, {USES_UP}")
         if grads.are_used:
             raise GeminiError(f"a second backward before optimizer.step() adds up gradients, {USES_UP}")
+        if self._edits.are_any():
+            raise GeminiError(
+                "param_groups were edited since the last step, and a backward with update_in_backward=True cannot "
+                "follow, as states may move: call optimizer.follow_param_groups() after the edit, on every rank"
+            )
         self.sums.discard_sums()  # of a backward whose gradients were discarded
         self._updates.prepare()
         self._settings_then = self._settings()
 
     def refuse_other_settings(self) -> None:
-        """Raises GeminiError if hyperparameters are not those with which the backward has updated weights."""
+        """Raises UpdatedInBackwardError if hyperparameters are not those with which the backward has updated."""
+        if self._edits.are_any():
+            raise UpdatedInBackwardError(
+                "param_groups were edited between backward() and step(), and update_in_backward=True has updated with "
+                "those before: edit them after the step, and call optimizer.follow_param_groups()"
+            )
         now = self._settings()
         if now != self._settings_then:
-            raise GeminiError(
+            raise UpdatedInBackwardError(
                 f"hyperparameters were changed between backward() and step(), from {self._settings_then!r} to {now!r}: "
                 "update_in_backward=True has updated with those before. Set them before the backward, or back now"
+            )
+
+    def refuse_edits(self, step: Step) -> None:
+        """Raises GeminiError if a view has written to weights since the backward has updated them.
+
+        Writes through the parameter itself are refused before they happen.
+        """
+        used = (chunk for chunk in step.chunks if step.grads.is_used(chunk))
+        edited = [managed.name for chunk in used for managed in step.binding.edited_in(chunk)]
+        if edited:
+            raise GeminiError(
+                f"{', '.join(edited)}: written to through a view between backward() and step(), and "
+                "update_in_backward=True had updated them before. The written values are lost for the step: load a "
+                "checkpoint, and write before the backward or after step()"
             )
 
     def takes(self, chunk: Chunk) -> bool:

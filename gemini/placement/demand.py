@@ -211,6 +211,7 @@ class Demand:
     tiled_scratch_bytes: int | None = None  # enough if the largest weights' gradients are exchanged in tiles
     whole_scratch_bytes: int | None = None  # enough to exchange each gradient at once. None: `scratch_bytes` is
     costs: Costs = ON_THE_CPU  # of what a step does beside moving bytes
+    holds_sums: bool = False  # homes of gradients have room for what a second backward of a step adds
 
     def in_tiles(self) -> Demand:
         """This demand with the least scratch: see [Note: Tiles] in needs.py. Itself if tiles would need no less.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from gemini.placement.demand import (
@@ -215,6 +216,7 @@ def demand_of(
         max_host_bytes,
         tiled_scratch_bytes(trainable, stage, world_size),
         costs=costs,
+        holds_sums=micro_batches > 1,
     )
 
 
@@ -251,10 +253,7 @@ def _chunk_demand(
     if frees_gradient:
         home_bytes[Kind.GRAD] = 0
     elif is_trained:
-        home_bytes[Kind.GRAD] = _gradient_home_numel(chunk, stage, micro_batches) * dtypes.rest.itemsize
-        # From the second micro-batch on the sum is kept in fp32, in addition to the 16-bit home.
-        if micro_batches > 1 and dtypes.widens:
-            home_bytes[Kind.GRAD] += FLOAT32.itemsize * optim_numel
+        home_bytes[Kind.GRAD] = _gradient_home_bytes(chunk, stage, micro_batches > 1)
     # A frozen chunk keeps a master that holds more than the 16-bit weights, which could not be made again from them.
     if dtypes.weight.is_half and (is_trained or Kind.MASTER in kept):
         home_bytes[Kind.MASTER] = chunk.master_itemsize * optim_numel
@@ -305,10 +304,32 @@ def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: i
     )
 
 
-def _gradient_home_numel(chunk: ChunkFacts, stage: int, micro_batches: int) -> int:
+def holding_sums(demand: Demand, chunks: Sequence[ChunkFacts], stage: int) -> Demand:
+    """`demand` of these chunks, with room for what a second backward of a step adds. Local; raises nothing."""
+    if demand.holds_sums:
+        return demand
+    found: dict[int, ChunkDemand] = {}  # by chunk, which thousands share
+    for facts, chunk in zip(chunks, demand.chunks, strict=True):
+        if id(chunk) not in found:
+            found[id(chunk)] = chunk
+            # Where the backward uses gradients up a second one of a step is refused.
+            if Kind.GRAD in chunk.home_bytes and not chunk.frees_gradient:
+                home_bytes = {**chunk.home_bytes, Kind.GRAD: _gradient_home_bytes(facts, stage, holds_sums=True)}
+                found[id(chunk)] = replace(chunk, home_bytes=home_bytes)
+    return replace(demand, chunks=tuple(found[id(chunk)] for chunk in demand.chunks), holds_sums=True)
+
+
+def _gradient_home_bytes(chunk: ChunkFacts, stage: int, holds_sums: bool) -> int:
+    """Bytes of the gradient's own home. holds_sums: of several micro-batches."""
+    num_bytes = _gradient_home_numel(chunk, stage, holds_sums) * chunk.dtypes.rest.itemsize
+    # From the second micro-batch on the sum is kept in fp32, in addition to the 16-bit home.
+    return num_bytes + (FLOAT32.itemsize * chunk.optim_layout.shard_numel if holds_sums and chunk.dtypes.widens else 0)
+
+
+def _gradient_home_numel(chunk: ChunkFacts, stage: int, holds_sums: bool) -> int:
     """Elements of the gradient's own home: the whole payload at stages 0 and 1, else this rank's shard."""
     # The reduced gradient takes the memory of the parameters, unless another micro-batch needs these.
-    if chunk.may_lend_home and micro_batches == 1:
+    if chunk.may_lend_home and not holds_sums:
         return 0
     optim_numel = chunk.optim_layout.shard_numel
     # Autograd writes to a home only in the weight's dtype. A home of another dtype is never a payload, so it holds no

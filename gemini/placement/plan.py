@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -11,9 +11,16 @@ from typing import TypedDict, Unpack
 
 from gemini.errors import BudgetError
 from gemini.placement import predict as explain
-from gemini.placement.budget import ACTIVATION_FRACTION, Budget, advised
+from gemini.placement.budget import (
+    ACTIVATION_FRACTION,
+    Budget,
+    advised,
+    expects_unannounced,
+    has_host_room_for_steps,
+    passing_host_bytes,
+)
 from gemini.placement.demand import ChunkDemand, Demand, Kind, ModelSpec, OperatorSpec, Placement, Tier, format_bytes
-from gemini.placement.needs import min_slots, packing_demand, trained_at_first, uses_of
+from gemini.placement.needs import holding_sums, min_slots, packing_demand, trained_at_first, uses_of
 from gemini.placement.packing import Packing, packings
 from gemini.placement.policies import least_device_bytes
 from gemini.placement.policy import place_in_budget, slots_for, to_disk
@@ -110,6 +117,11 @@ class Plan:
         return least_device_bytes(self.demand, self.settings.policy)
 
     @cached_property
+    def predicted_unannounced(self) -> Predicted:
+        """`predicted`, of a step with one backward more than the plan is for."""
+        return predict(self, micro_batches=self.demand.micro_batches + 1)
+
+    @cached_property
     def predicted(self) -> Predicted:
         """The bytes that each training step moves and holds; of a plan for inference, those of each forward.
 
@@ -201,7 +213,7 @@ def replan(
         # The advised error contains the text of the first one, which a chained traceback would repeat.
         raise advised(error, spec, settings, before.activation_fraction if is_by_default else None) from None
     # The chunks exist already, so that the minimum of this plan is that of their size alone.
-    return replace(plan, is_first=False, activation_fraction=before.activation_fraction)
+    return replace(with_room_for_steps(plan), is_first=False, activation_fraction=before.activation_fraction)
 
 
 def plan_packing(
@@ -237,15 +249,68 @@ def plan_demand(
     trained: Sequence[bool],
     demand: Demand,
     infers: bool = False,
+    spare: int = 0,
 ) -> Plan:
-    """`plan_packing` of chunks whose demand is known."""
+    """`plan_packing` of chunks whose demand is known. spare: see `to_disk`."""
     # The host's budget is no bound here: it is in the demand, where a policy may prefer placements that keep to it.
     # Callers check the room on the host.
-    demand, placement = place_in_budget(demand, budget.device, settings.policy)
-    if settings.disk_path is not None:
-        placement = to_disk(demand, placement, budget.host, budget.disk, settings.disk_fraction)
+    has_disk = settings.disk_path is not None
+    demand, placement = place_in_budget(demand, budget.device, settings.policy, has_disk)
+    if has_disk:
+        placement = to_disk(demand, placement, budget.host, budget.disk, settings.disk_fraction, spare)
     hash_ = hash_of(packing, placement, settings, trained, demand.scratch_bytes)
     return Plan(spec, settings, world_size, budget, packing, tuple(trained), demand, placement, hash_, infers=infers)
+
+
+# [Note: Unannounced backwards] A step may have a second backward that nobody has announced. It needs memory beside the
+# plan: fp32 sums of 16-bit gradients, homes for gradients that lay in those of their parameters, and the host for
+# gradients that find no slot. The device gives what it has left, and the host the rest. Where free memory bounds the
+# host there usually is some. A host that the user has bounded with `host_memory=`, or that a disk lets chunks fill, may
+# have none: the step would die in its middle, with the gradients lost. So what a second backward needs is kept free
+# there: a disk takes more, or the sums get homes in the plan. If neither fits, training is refused before its first
+# step, unless `gradient_accumulation_steps` says how many backwards there are.
+
+
+def with_room_for_steps(plan: Plan) -> Plan:
+    """`plan`, or another one for the same chunks whose host has room for what passes through it in a step.
+
+    `plan` itself where there is none. See [Note: Unannounced backwards]. Local; raises nothing.
+    """
+    unannounced = expects_unannounced(plan)
+    if has_host_room_for_steps(plan, unannounced):
+        return plan
+    others = list(_roomier(plan, unannounced))
+    found = [each for each in others if has_host_room_for_steps(each, unannounced)]
+    # Room for the steps that are known is better than none.
+    found += [each for each in (plan, *others) if has_host_room_for_steps(each)]
+    return found[0] if found else plan
+
+
+def _roomier(plan: Plan, unannounced: bool) -> Iterator[Plan]:
+    """Other plans in place of `plan`, those first which cost a step with one backward least."""
+    bases: list[Plan | None] = [plan]
+    if unannounced:
+        bases.append(_planned_again(plan, holding_sums(plan.demand, plan.packing.chunks, plan.settings.stage)))
+    for base in bases:
+        if base is None:
+            continue
+        if base is not plan:
+            yield base
+        # Room beside the plan takes nothing of the device: states leave the host for it.
+        if plan.settings.disk_path is not None:
+            more = _planned_again(base, base.demand, passing_host_bytes(base, unannounced))
+            if more is not None:
+                yield more
+
+
+def _planned_again(plan: Plan, demand: Demand, spare: int = 0) -> Plan | None:
+    """`plan` with another demand, or more of it on the disk. None: it does not fit the device or the disk."""
+    its = plan.spec, plan.settings, plan.world_size, plan.budget, plan.packing, plan.trained
+    try:
+        again = plan_demand(*its, demand, plan.infers, spare)
+    except BudgetError:
+        return None
+    return replace(again, is_first=plan.is_first, activation_fraction=plan.activation_fraction)
 
 
 def hash_of(

@@ -407,8 +407,8 @@ _MAX_RUNS = 20
 """At most this many runs of chunks are listed per kind, because every rank sends the text to all others."""
 
 
-def place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> Placement:
-    """The policy's placement, checked to be one that training can use.
+def place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy, *, has_disk: bool = True) -> Placement:
+    """The policy's placement, checked to be one that training can use. has_disk: the settings name a folder.
 
     Raises TypeError or ValueError if the answer is not a placement of these chunks, and BudgetError if it exceeds the
     device budget or `max_live_parameters`.
@@ -418,7 +418,7 @@ def place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> 
         raise TypeError(f"{_named(policy)} must return a Placement, found {type(placement).__name__}")
     # The first problem is raised and the others are not looked for: later checks rely on what the earlier ones have
     # shown.
-    for problem in _problems(demand, placement):
+    for problem in _problems(demand, placement, has_disk):
         raise ValueError(f"{_named(policy)} {problem}")
     # A user's policy may return a placement beyond the budget instead of raising.
     check_fits(demand, placement, budget_bytes, policy.name)
@@ -426,53 +426,60 @@ def place(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> 
     return placement
 
 
-def place_in_budget(demand: Demand, budget_bytes: int | None, policy: PlacementPolicy) -> tuple[Demand, Placement]:
+def place_in_budget(
+    demand: Demand, budget_bytes: int | None, policy: PlacementPolicy, has_disk: bool
+) -> tuple[Demand, Placement]:
     """The policy's placement, and the demand that it meets: with exchanges at once, or in tiles if only that fits.
 
     Raises what `place` does.
     """
     whole = demand.at_once()
     try:
-        return whole, place(whole, budget_bytes, policy)
+        return whole, place(whole, budget_bytes, policy, has_disk=has_disk)
     except BudgetError:
         tiled = whole.in_tiles()
         if tiled is whole:
             raise
-        return tiled, place(tiled, budget_bytes, policy)
+        return tiled, place(tiled, budget_bytes, policy, has_disk=has_disk)
 
 
 RING = 3
 """Chunks whose states are in staging buffers on the host at once: one is read, one updated, one written."""
 
 
-def to_disk(demand: Demand, placement: Placement, room: int | None, most: int | None, fraction: float) -> Placement:
+def to_disk(
+    demand: Demand, placement: Placement, room: int | None, most: int | None, fraction: float, spare: int = 0
+) -> Placement:
     """`placement` with states on the disk for which the host has no room. Local.
 
     room: bytes that chunks may take on the host. most: the same of the disk. None: no bound. fraction: of the masters
-    and optimizer states that would rest on the host, what leaves at least. Masters and optimizer state leave first, of
-    chunks that no step reads, then of the last chunks: the next forward needs the updates of the first ones first.
-    Where that is not enough the weights of the last chunks follow.
+    and optimizer states that would rest on the host, what leaves at least. spare: bytes that a step needs on the host
+    beside what rests there. Masters and optimizer state leave first, of chunks that no step reads, then of the last
+    chunks: the next forward needs the updates of the first ones first. Where that is not enough the weights of the last
+    chunks follow.
 
     Raises BudgetError if the disk's budget is too small.
     """
     homes = list(placement.homes)
 
-    def on_host(index: int, kinds: Sequence[Kind]) -> int:
+    def on(tier: Tier, index: int, kinds: Sequence[Kind]) -> int:
         its = demand.chunks[index].home_bytes
-        return sum(its.get(kind, 0) for kind in kinds if homes[index].get(kind) is Tier.HOST)
+        return sum(its.get(kind, 0) for kind in kinds if homes[index].get(kind) is tier)
 
-    sizes = [on_host(index, OF_OPTIMIZER) for index in range(len(homes))]
-    held = placement.host_bytes(demand)
+    sizes = [on(Tier.HOST, index, OF_OPTIMIZER) for index in range(len(homes))]
+    held = placement.host_bytes(demand) + spare
     least_held = held - fraction * sum(sizes)  # where as much has left as was asked for
-    if not fraction and (room is None or held <= room):
+    is_used = placement.disk_bytes(demand) > 0  # a user's policy has put something there itself
+    if not fraction and not is_used and (room is None or held <= room):
         return placement
     if room is not None:
-        room -= RING * max(sizes, default=0)
+        staged = (size + on(Tier.DISK, index, OF_OPTIMIZER) for index, size in enumerate(sizes))
+        room -= RING * max(staged, default=0)
     for kinds in (OF_OPTIMIZER, (Kind.PARAM,)):
         leaving = [index for index, chunk in enumerate(demand.chunks) if kinds is OF_OPTIMIZER or chunk.may_be_on_disk]
         leaving.sort(key=lambda index: (kinds is not OF_OPTIMIZER or not demand.chunks[index].is_frozen, -index))
         for index in leaving:
-            num_bytes = on_host(index, kinds)
+            num_bytes = on(Tier.HOST, index, kinds)
             if held <= least_held and (room is None or held <= room):
                 break
             if num_bytes:
@@ -549,14 +556,14 @@ def _named(policy: PlacementPolicy) -> str:
     return f"tensor_placement_policy={policy.name!r}: place(demand, budget_bytes)"
 
 
-def _problems(demand: Demand, placement: Placement) -> Iterator[str]:
+def _problems(demand: Demand, placement: Placement, has_disk: bool) -> Iterator[str]:
     """Everything that is wrong with the placement, as ends of sentences whose subject is the policy."""
     homes, num_chunks = placement.homes, len(demand.chunks)
     if len(homes) != num_chunks:
         yield f"gave homes of {len(homes)} chunks, and the model has {num_chunks}: one for each of demand.chunks"
         return  # the checks below pair homes with chunks
     for index, (chunk, chunk_homes) in enumerate(zip(demand.chunks, homes, strict=True)):
-        yield from _problems_of(index, chunk, chunk_homes)
+        yield from _problems_of(index, chunk, chunk_homes, has_disk)
     for index in sorted(placement.kept):
         # A negative index would name a chunk from the end.
         if not 0 <= index < num_chunks:
@@ -575,7 +582,7 @@ def _problems(demand: Demand, placement: Placement) -> Iterator[str]:
             yield f"gave {name}={counts}, and training needs {wanted}: slots_for() has the fewest that work"
 
 
-def _problems_of(index: int, chunk: ChunkDemand, homes: dict[Kind, Tier]) -> Iterator[str]:
+def _problems_of(index: int, chunk: ChunkDemand, homes: dict[Kind, Tier], has_disk: bool) -> Iterator[str]:
     if homes.keys() != chunk.home_bytes.keys():
         found, wanted = (", ".join(sorted(map(str, keys))) or "nothing" for keys in (homes, chunk.home_bytes))
         yield f"gave chunk {index} homes for {found}, and it has {wanted}"
@@ -589,6 +596,15 @@ def _problems_of(index: int, chunk: ChunkDemand, homes: dict[Kind, Tier]) -> Ite
             f"puts the parameters of chunk {index} onto the {homes[Kind.PARAM]}, and they persist on the device: see "
             "param_persistence_threshold="
         )
+    on_disk = [kind for kind, tier in homes.items() if tier is Tier.DISK]
+    if Kind.GRAD in on_disk:
+        yield f"puts the gradient of chunk {index} onto the disk, where no gradient rests: choose device or host"
+    elif Kind.PARAM in on_disk and not chunk.may_be_on_disk:
+        words = "and its may_be_on_disk is False: choose device or host"
+        yield f"puts the parameters of chunk {index} onto the disk, {words}"
+    elif on_disk and not has_disk:
+        words = "and the model has none: name its folder with disk_path="
+        yield f"puts the {on_disk[0]} of chunk {index} onto the disk, {words}"
 
 
 def _check_live(demand: Demand, placement: Placement, policy: str) -> None:

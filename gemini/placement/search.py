@@ -17,12 +17,21 @@ from gemini.placement.budget import (
     has_host_room_for_steps,
     later_device_bytes,
     least_of,
+    refuses_unannounced,
     with_less_for_activations,
 )
 from gemini.placement.demand import OPTIM_STATES, WRAPPED_KINDS, Kind, ModelSpec, Tier
 from gemini.placement.needs import Packed, trained_at_first
 from gemini.placement.packing import CHUNKS_PLACED, Packing, packings, step_cost
-from gemini.placement.plan import Plan, kept_at_first, least_of_all_packings, plan_demand, plan_packing, replan
+from gemini.placement.plan import (
+    Plan,
+    kept_at_first,
+    least_of_all_packings,
+    plan_demand,
+    plan_packing,
+    replan,
+    with_room_for_steps,
+)
 from gemini.placement.policies import is_short, leaves_much, would_leave_much
 from gemini.settings import Settings
 
@@ -164,7 +173,8 @@ def train_with(plan: Plan, optim_states: int) -> Plan | None:
     except BudgetError:
         return None
     # Room for what rests there is not enough: gradients pass through the host in a step.
-    return other if has_host_room_for_steps(other) else None
+    other = with_room_for_steps(other)
+    return other if has_host_room_for_steps(other, refuses_unannounced(other)) else None
 
 
 @dataclass
@@ -218,8 +228,9 @@ def find_plans(
         best = best_of(placed, later_device_bytes(settings, free or FreeBytes()))
         # What passes through the host is known from a simulated step, which takes time. So the best size is checked,
         # and the next best only if that one has no room.
-        if has_host_room_for_steps(best):
-            found.trains = best
+        roomy = with_room_for_steps(best)
+        if has_host_room_for_steps(roomy, refuses_unannounced(roomy)):
+            found.trains = roomy
             return found
         placed = [plan for plan in placed if plan is not best]
         trains = trains or best
@@ -256,7 +267,8 @@ def plan_first(packed: Packed, settings: Settings, free: FreeBytes) -> tuple[Pla
     Raises BudgetError where neither fits: of the two refusals the one that asks for less, which is enough to wrap.
     """
     first, refused = _plan_for_adam(packed, settings, free)
-    if settings.chunk_size is not None or (refused is None and has_host_room_for_steps(first)):
+    has_room = has_host_room_for_steps(first, refuses_unannounced(first))
+    if settings.chunk_size is not None or (refused is None and has_room):
         return first, refused
     # There is no room for Adam: see [Note: Optimizers to come] in search.py.
     # Momentum's one state first, then none. Where the chunks of `first` have room for the number they stay: other

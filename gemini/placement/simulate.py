@@ -455,7 +455,11 @@ class Homes:
         self._gradients[chunk].home = self._allocate(self._resting(chunk), self.num_bytes(chunk))
 
     def _allocate(self, tier: Tier, num_bytes: int) -> Tier:
-        """Allocate bytes for good on this tier, or on the host if the device is full. Returns the tier."""
+        """Allocate bytes for good on this tier, or on the host if the device is full. Returns the tier.
+
+        Gradients are never on the disk: beside parameters that rest there they take the host.
+        """
+        tier = update_tier(tier)
         if tier is Tier.DEVICE and self._free is not None:
             if self._free < num_bytes:
                 tier = Tier.HOST

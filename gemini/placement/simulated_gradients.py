@@ -7,6 +7,7 @@ in the same order. Both ask `gradient_rules.py` and `ReductionOrder` what is to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from gemini.placement.demand import Dtype, Kind, Tier
@@ -54,7 +55,7 @@ class Gradients:
                 )
                 home = plan.placement.homes[index][Kind.GRAD] if has_home else None
                 dtypes = chunks[index].dtypes
-                has_sums = plan.demand.micro_batches > 1 and dtypes.widens
+                has_sums = plan.demand.holds_sums and dtypes.widens
                 wide = home if has_sums else None
                 sums = SumRule.of(plan.world_size, dtypes.weight.itemsize, rests_as_is=dtypes.rest == dtypes.weight)
                 self.of[index] = Gradient(home, sums, len(chunks[index].names), wide=wide)
@@ -65,8 +66,8 @@ class Gradients:
         self.homes = Homes(plan, self.of, payloads, traffic)
         self._payloads = payloads
         self._frees = [chunk.frees_gradient for chunk in plan.demand.chunks]
-        trains = {weight.name: weight.trainable for weight in plan.spec.weights}
-        self._num_trained = [sum(map(trains.__getitem__, facts.names)) for facts in chunks]
+        flags = iter(plan.trained)  # in the order of the chunks; those of the spec are from when the model was wrapped
+        self._num_trained = [sum(islice(flags, len(facts.names))) for facts in chunks]
         self._knows_parts = not any(self._frees)  # which decides about updates inside the backward
         self._use, self._leave_node = use, leave_node
         # Fetches that are collectives give all ranks common points at which to reduce. Without them the order is all

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini.errors import DivergenceError, UnsupportedError
+from gemini.errors import DivergenceError, UnsupportedError, UpdatedInBackwardError
 from gemini.memory.modes import unhooked
 from gemini.placement.next_use import Events, Phase, StepEvent
 from gemini.ranks.group import Connection, dropped, end_dropped
-from gemini.ranks.watchdog import ALL_ALIKE, Watchdog
+from gemini.ranks.watchdog import IN_BACKWARD, IN_STEP, Watchdog, advice
 from sharding import InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
 
 # -- Kinds of collectives: what each is for. A tag carries the kind as a number, and errors name it.
@@ -64,7 +64,9 @@ def tag_in_words(tag: Tag) -> str:
 # one then goes without tags. A rank that is about to launch another one first meets the other ranks in the store. If
 # all ranks leave the schedule at the same point they go on together, with tags. If not, the others wait in a collective
 # that this rank never joins. So no data is taken for other data, and the watchdog finds two different collectives with
-# one number.
+# one number. A rank whose pass is over before its schedule leaves it, too: its loss may have had no graph, so that it
+# goes to the step while others wait for it in their backward. Its next collective, whatever it is, comes after a
+# meeting.
 
 
 class Collective(NamedTuple):
@@ -79,8 +81,10 @@ class ScheduleReplay:
     """Compares the collectives of the running pass with those of the last pass of its kind."""
 
     def __init__(self) -> None:
-        self.follows = False  # all collectives of the running pass so far were the expected ones
-        self._expected: dict[str, list[Collective]] = {}
+        # All collectives of the running pass so far were the expected ones, or the last pass was over before all of
+        # its expected ones had come, and no collective has followed.
+        self.follows = False
+        self._expected: dict[str | None, list[Collective]] = {}
         self._kind: str | None = None  # of the running pass
         self._made: list[Collective] = []
 
@@ -88,28 +92,29 @@ class ScheduleReplay:
         """Begin a pass. Returns a digest that is equal on ranks that expect the same; None if nothing is expected."""
         self._kind, self._made = kind, []
         expected = self._expected.get(kind)
-        self.follows = bool(expected)
+        self.follows |= bool(expected)
         return crc32(repr(expected).encode()) if expected else None
 
     def end(self) -> None:
-        """Complete the running pass, if any: the next pass of its kind is expected to be the same."""
-        # A pass that ended early has followed the schedule to its own end, but the next one is expected to be as short.
-        if self._kind is not None and not (self.follows and self._made == self._expected[self._kind]):
-            self._expected[self._kind] = self._made
+        """Complete the running pass, if any: the next pass of its kind is expected to be the same, and as short."""
+        kind, made = self._kind, self._made
         self.drop()
+        if kind is not None:
+            self._expected[kind] = made
 
     def drop(self) -> None:
-        """Forget the running pass: until the next one begins nothing is expected or recorded."""
-        self.follows, self._kind = False, None
+        """Forget the running pass, so that nothing is recorded. If it is cut short, other ranks may still follow it."""
+        self.follows &= not (self._kind and self._made) or len(self._made) < len(self._expected.get(self._kind, ()))
+        self._kind = None
 
     def matches(self, collective: Collective) -> bool:
         """Record the next collective. True if all ranks have agreed on it."""
         if self._kind is not None:
             self._made.append(collective)
         if self.follows:
-            expected, position = self._expected[str(self._kind)], len(self._made) - 1
+            expected, position = self._expected.get(self._kind, []), len(self._made) - 1
             # Once left, the schedule stays left until the pass ends: what follows would be compared at shifted places.
-            self.follows = position < len(expected) and expected[position] == collective
+            self.follows = expected[position : position + 1] == [collective]
         return self.follows
 
 
@@ -118,9 +123,9 @@ class ScheduleReplay:
 
 _WORDS = {
     Phase.FORWARD: "forward of {}",
-    Phase.BACKWARD: "backward of {}",
+    Phase.BACKWARD: f"{IN_BACKWARD} of {{}}",
     Phase.TOUCH: "use of a parameter of {}",
-    Phase.STEP: "the optimizer step",
+    Phase.STEP: IN_STEP,
     Phase.BUILD: "building of {}",
     Phase.RECOMPUTE: "recomputed forward of {}",
 }
@@ -284,10 +289,13 @@ class Communicator:
         # Only gloo compares tags ahead of a collective, which following a schedule saves: see [Note: Following].
         if not self.collectives.checks_tags_first:
             return
-        expected = self._replay.begin(kind)
+        self._replay.drop()
+        is_cut_short, expected = self._replay.follows, self._replay.begin(kind)
         if expected is not None:
             # The tag carries a digest of what this rank expects: if ranks expect different passes, their tags differ.
             tag = self._tag("agreement on the pass", expected & 0xFFFFFF)
+            if is_cut_short and self.watch is not None:
+                self.watch.meet()
             with self._agreeing():
                 self.collectives.check(tag)
 
@@ -450,6 +458,9 @@ class Communicator:
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. Local."""
+        # All ranks refuse it alike, before anything has changed: the step may follow.
+        if isinstance(error, UpdatedInBackwardError):
+            return
         # The failure of a forked child (a DataLoader worker) is not the failure of its rank.
         if self.watch is not None and self._process == os.getpid():
             self.watch.publish(error)
@@ -494,9 +505,10 @@ class Communicator:
             raise error from None
 
     def _diverged(self, mismatch: TagMismatch) -> DivergenceError:
-        words = "; ".join(
-            f"rank {rank} was at {self.position.describe(tag.moment)} with the {tag_in_words(tag)} (collective "
+        places = {
+            rank: f"{self.position.describe(tag.moment)} with the {tag_in_words(tag)} (collective "
             f"{tag.sequence}{'' if tag.plan_hash == self.plan_hash else ', another plan'})"
             for rank, tag in sorted(mismatch.found.items())
-        )
-        return DivergenceError(f"ranks took different ways: {words}. {ALL_ALIKE}")
+        }
+        words = "; ".join(f"rank {rank} was at {place}" for rank, place in places.items())
+        return DivergenceError(f"ranks took different ways: {words}. {advice(places)}")

@@ -71,7 +71,13 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 _previous_hook: _Hook | None = None
 _pid: int | None = None
 _ends_run: BaseException | None = None
-_words = "its process ended while the others waited for it; its own output says why"
+_words = (
+    "its script has ended, without an exception, while another rank still used the model. Whatever uses a model is for "
+    "every rank: an equal number of batches on each, and state_dict() outside `if rank == 0`, with rank0_only=True to "
+    "have the weights on rank 0 alone; where the script called sys.exit(), its own output says why"
+)
+_last_store: Any = None  # of the default group as it was last: the script may end the group before its own end
+_place = 0, 1  # this rank and the number of ranks in it
 
 
 class _Watch(Protocol):
@@ -87,7 +93,11 @@ watches: weakref.WeakSet[_Watch] = weakref.WeakSet()
 
 def publish_exit() -> None:
     """Publish the end of this process, and its reason, from now on."""
-    global _previous_hook, _pid
+    global _previous_hook, _pid, _last_store, _place
+    if dist.is_available() and dist.is_initialized():
+        _last_store, _place = default_store(), (dist.get_rank(), dist.get_world_size())
+    elif _pid != os.getpid():
+        _last_store, _place = None, (0, 1)  # a fork has those of the rank that it was forked from
     if _previous_hook is None:
         # Installed once a process: with a second wrapper each exception would be told twice.
         _previous_hook = sys.excepthook
@@ -182,11 +192,15 @@ def _at_exit() -> None:
 
 def _publish() -> None:
     """Write to the store that this process has ended and why, and wait until other ranks have read of a failure."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if _pid != os.getpid():  # a fork of this rank is no rank
+        return
+    store, (rank, world_size) = _last_store, _place
+    if dist.is_available() and dist.is_initialized():
+        store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
+    if world_size == 1:
         return
     try:
-        store = default_store()
-        store.set(f"gemini/ended/{dist.get_rank()}", _words)
+        store.set(f"gemini/ended/{rank}", _words)
         store.add("gemini/num_ended", 1)
         deadline = time.monotonic() + LAST_WORDS_S
         for watch in list(watches):

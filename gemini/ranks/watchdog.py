@@ -15,7 +15,7 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError, torn
+from gemini.log import get_dist_logger
 from gemini.ranks import exit_report
 
 # -- Finds ranks of this host whose processes are gone without a word: killed, or crashed.
@@ -145,6 +146,14 @@ class Messages:
         """What was said of an update that a rank did not finish."""
         return self._read("torn")
 
+    def tell(self, topic: str, words: str) -> None:
+        """Say, for all generations to come, that this rank failed in something beside the steps: the first stays."""
+        self._store.compare_set(f"told/{topic}", "", f"rank {self._rank}: {words}")
+
+    def told(self, topic: str) -> str | None:
+        """What was said of it."""
+        return self._read(f"told/{topic}")
+
     # -- places
 
     def say_where(self, number: int, words: str) -> None:
@@ -198,6 +207,8 @@ POLL_S = 1.0
 DIVERGED_AFTER_S = 4.0
 # A slow rank moves on within this time; ranks that stay at different places for longer have diverged.
 UNCHANGED_S = 6.0
+# A rank that waits for longer, while others wait in no collective of the model, says so once.
+ALONE_AFTER_S = 10.0
 _JOIN_POLL_S = 0.02
 _MEET_POLL_S = 0.0005
 # Most collectives are over within this time. After it the thread sleeps, to leave the processor to others.
@@ -205,7 +216,14 @@ _SPIN_S = 0.002
 _DIVERGED = f"{DivergenceError.__name__}: "
 ALL_ALIKE = (
     "All ranks must run the same operators in the same order: look for code that differs by rank. If a module there "
-    "chooses among its children by data, mark it with gemini.set_leaf_module() before it is wrapped"
+    "chooses by data among its children, or among experts in one tensor, mark its class with "
+    "gemini.set_leaf_module(model, [TheClass]) before the model is wrapped"
+)
+IN_BACKWARD, IN_STEP = "backward", "the optimizer step"
+"""How the words for a place in a step begin, or what they are."""
+USED_ALONE = (
+    "What uses the model takes all ranks: call it on every rank, not under `if accelerator.is_main_process`, or enter "
+    "gathered_for_generation() of the accelerator, trainer or engine on every rank and call the module inside on one"
 )
 _num_watches: Counter[tuple[int, ...]] = Counter()  # by the global ranks that take part
 
@@ -227,6 +245,7 @@ class Watchdog:
         self._where = where  # (number, description) of the last collective
         self._open_works: set[dist.Work] = set()
         self._blocks = blocks
+        self._has_said_alone = False
         self._ranks = dist.get_process_group_ranks(group)
         together = tuple(self._ranks)
         # The count keeps two watches of the same ranks apart, as all ranks make them in one order.
@@ -267,6 +286,7 @@ class Watchdog:
                         seen, changed = places, now
                     if _contradict(places) or (len(set(places.values())) > 1 and now - changed >= UNCHANGED_S):
                         self._raise_diverged(places)
+                    self._warn_if_alone(places, now - started)
                 self._raise_if_lost(now - started)
         except BaseException:
             self._open_works.add(work)
@@ -318,6 +338,20 @@ class Watchdog:
         if failure:
             return f"rank {failure[0]}: {failure[1]}"
         return None if ended is None else f"rank {ended[0]}: {ended[1] or 'its process is gone'}"
+
+    def tell(self, topic: str, words: str) -> None:
+        """Tell whoever waits for `topic` that this rank fails in it. Local, from any thread; training goes on."""
+        try:
+            self._messages.tell(topic, words)
+        except RuntimeError:  # the rank that holds the store is gone
+            return
+
+    def told(self, topic: str) -> str | None:
+        """What a rank has told about `topic`, with its number. Local, from any thread."""
+        try:
+            return self._messages.told(topic)
+        except RuntimeError:
+            return "the rank that holds the store is gone"
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. A failure that another rank caused is not published again."""
@@ -455,18 +489,31 @@ class Watchdog:
         self.publish(error)
         raise error
 
+    def _warn_if_alone(self, places: Mapping[int, object], waited_s: float) -> None:
+        """Say once that other ranks are in no collective of this model: they may wait in another library's."""
+        if self._has_said_alone or waited_s < ALONE_AFTER_S or len(places) == self.world_size:
+            return
+        self._has_said_alone = True
+        others = ", ".join(str(rank) for rank in range(self.world_size) if rank not in places)
+        # A line in the log, because the other rank may be slow: a warning that is made an error would end this one.
+        get_dist_logger().warning(
+            f"rank {self.rank} uses the model alone, or rank {others} is slow: it has waited {waited_s:.0f} s at "
+            f"{self._where()[1]}, and rank {others} is in no collective of the model. {USED_ALONE}"
+        )
+
     def _raise_if_lost(self, waited_s: float) -> None:
         if waited_s > self.rank_timeout_s:
             error = RankLostError(
                 f"rank {self.rank} waited {waited_s:.0f} s for the others at {self._where()[1]}; not all of them "
-                "answered. Raise rank_timeout= if a rank may be that slow"
+                f"answered. {USED_ALONE}. Raise rank_timeout= if a rank may be that slow"
             )
             self.publish(error)
             raise error
 
     def _raise_diverged(self, places: dict[int, tuple[str, str]]) -> NoReturn:
-        words = "; ".join(f"rank {rank} waits at {place}" for rank, (_, place) in sorted(places.items()))
-        error = DivergenceError(f"ranks took different ways: {words}. {ALL_ALIKE}")
+        at = {rank: place for rank, (_, place) in sorted(places.items())}
+        words = "; ".join(f"rank {rank} waits at {place}" for rank, place in at.items())
+        error = DivergenceError(f"ranks took different ways: {words}. {advice(at)}")
         self.publish(error)
         raise error
 
@@ -505,6 +552,18 @@ def _completes(work: dist.Work, seconds: float) -> bool:
             time.sleep(_MEET_POLL_S)
     work.wait()
     return True
+
+
+def advice(places: Mapping[int, str]) -> str:
+    """What to do about ranks that have diverged. places: where each rank is, in words, by rank."""
+    behind = [rank for rank, place in places.items() if f"{IN_BACKWARD} of " in place]
+    ahead = [rank for rank, place in places.items() if IN_STEP in place]
+    if not (behind and ahead):
+        return ALL_ALIKE
+    return (
+        f"If rank {ahead[0]} made no backward because its loss had no graph to the model, as for a batch in which "
+        f"everything is masked, add 0 * output.sum() of the model's output to the loss, on every rank. {ALL_ALIKE}"
+    )
 
 
 def _contradict(places: dict[int, tuple[str, str]]) -> bool:

@@ -21,6 +21,7 @@ from gemini.placement.budget import (
     check_host_room_for_steps,
     has_host_room_for_steps,
     is_less,
+    refuses_unannounced,
 )
 from gemini.placement.demand import Kind, format_bytes
 from gemini.placement.plan import (
@@ -317,7 +318,7 @@ class Replanning:
         inference it is not read: each rank infers on its own, and a collective would wait for ever.
         """
         plan = self._planned(flags, wanted, **changes)
-        if plan.infers or has_host_room_for_steps(plan):
+        if plan.infers or has_host_room_for_steps(plan, refuses_unannounced(plan)):
             return plan
         # Every rank has made the same plan from agreed numbers, so either all of them come to this collective or none.
         roomier = self.host.read(plan.budget)

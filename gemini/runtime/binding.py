@@ -489,6 +489,10 @@ class Binding:
                 for position in sorted(positions):
                     self.write_parameter(chunk.parameters[position], chunk.region())
 
+    def edited_in(self, chunk: Chunk) -> list[ManagedParameter]:
+        """The chunk's parameters that were written to since the last write-back. Local."""
+        return [] if chunk.payload is None else [each for each in chunk.parameters if self.is_edited(each)]
+
     def is_edited(self, managed: ManagedParameter) -> bool:
         """Whether the parameter was written to since the last write-back."""
         chunk = managed.chunk

@@ -241,12 +241,16 @@ class ChunkHomes(LocalFacts):
     homes: dict[Kind, Region] = field(default_factory=dict)
     own_slot: KeptSlot | None = None  # a slot that only this chunk uses; the parameter home is a part of it
 
+    def names(self) -> str:
+        """See `Chunk`."""
+        raise NotImplementedError
+
     def allocate_home(self, kind: Kind, tier: Tier, memory: RankMemory, num_bytes: int) -> None:
         """Take zeroed memory for the state `kind`. Raises BudgetError."""
         # A GRAD home may have fp32 sums at its end. The plan counts them in the bytes, and `ChunkGradient` views them
         # as fp32.
         dtype = {Kind.MASTER: self.master_dtype, Kind.GRAD: self.gradient_dtype}.get(kind, self.dtype)
-        self.homes[kind] = memory.allocate(tier, num_bytes // dtype.itemsize, dtype, kind)
+        self.homes[kind] = memory.allocate(tier, num_bytes // dtype.itemsize, dtype, kind, self)
 
     def free_home(self, kind: Kind, memory: RankMemory) -> None:
         """Free the memory of the state `kind`, if it has any. Nothing may show or need it any more."""

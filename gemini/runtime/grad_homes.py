@@ -13,7 +13,7 @@ from gemini.memory.modes import untracked
 from gemini.memory.slot import SharedStorage, Slot
 from gemini.memory.transfer import Region, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.observe import Observer, OpenMove
-from gemini.placement.demand import Kind, Tier
+from gemini.placement.demand import Kind, Tier, update_tier
 from gemini.placement.gradient_rules import LendingHistory, first_to_spill, lies_beside_gradient
 from gemini.runtime.chunk import Chunk, ParamState
 from gemini.runtime.gradient import ChunkGradient, Content, GradState, ReducedState, UnsyncedState
@@ -415,10 +415,13 @@ class GradHomes:
         gradient.home = gradient.own_shard = self._allocate(gradient, gradient.chunk.gradient_dtype)
 
     def _allocate(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
-        """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full."""
+        """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full.
+
+        Gradients are never on the disk: beside parameters that rest there they take the host.
+        """
         numel = gradient.chunk.optim_numel
         try:
-            return self._memory.allocate(gradient.resting.tier, numel, dtype, Kind.GRAD)
+            return self._memory.allocate(update_tier(gradient.resting.tier), numel, dtype, Kind.GRAD)
         except BudgetError as refused:
             # Uncounted, this shortage would make model data give up a part of the device at the next step, as after a
             # step that failed.

@@ -516,6 +516,13 @@ class ChunkGradient:
         """The open payload has gradients of all trained parameters of the chunk, from this rank."""
         return self.num_fired == self.num_trained
 
+    @property
+    def missing(self) -> bytes:
+        """By position: a trained parameter of which this rank has no gradient in the open payload."""
+        if self.is_whole:
+            return bytes(len(self.trained))
+        return bytes(trained > fired for trained, fired in zip(self.trained, self.fired, strict=True))
+
     def note_part(self) -> None:
         """Some rank has had gradients of a part of the chunk only. Every rank calls it at the same point."""
         self.came_in_part = True

@@ -9,7 +9,7 @@ from itertools import repeat
 
 import torch
 
-from gemini.errors import BudgetError, GeminiError
+from gemini.errors import BudgetError, GeminiError, UpdatedInBackwardError, torn
 from gemini.memory.memory import RankMemory
 from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked
 from gemini.memory.transfer import Region, Scratch, ready, wait_on_host
@@ -18,6 +18,7 @@ from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.arrivals import Arrivals
 from gemini.runtime.binding import master_from_weights
+from gemini.runtime.calls import backward_runs
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.grad_homes import GradHomes, GradMemory
 from gemini.runtime.gradient import BLANK, ChunkGradient, UnsyncedState, set_grads
@@ -320,6 +321,11 @@ class LeftGradients:
         self._reduced: dict[int, Region] = {}  # by chunk index, on the host
         self._unsynced: dict[int, Region | None] = {}  # of chunks that are behind; None: held by other ranks only
 
+    @property
+    def are_any(self) -> bool:
+        """Some gradient was set aside, and not brought back."""
+        return bool(self._reduced or self._unsynced)
+
     def set_aside(self) -> None:
         """Copy all gradients to the host, before their memory is given back."""
         for index, gradient in self._memory.gradients.items():
@@ -368,6 +374,9 @@ def _copy(content: Region) -> Region:
 # The store knows which backward of which step runs. Its parts do the rest, and each is given what it needs when it is
 # made: `Arrivals` takes over what autograd made, an `Accumulation` makes one reduced gradient a step of it, `Leftovers`
 # decides what remains after a step, and `GradMemory` holds the memory of all of it.
+
+
+NOT_ENDED = "a backward that updates weights, as update_in_backward=True says, did not end"
 
 
 class GradStore:
@@ -473,13 +482,31 @@ class GradStore:
         """Some gradient is open, at rest or unreduced."""
         return any(each.is_open or each.is_reduced or each.is_behind for each in self.memory.gradients.values())
 
-    def refuse_discard(self) -> None:
-        """Raises GeminiError where the backward has updated weights and no step has followed."""
-        if self.are_used:
-            raise GeminiError(
-                "gradients are discarded after backward() and before step(), and the backward has updated weights "
-                "with them already, as update_in_backward=True says. Call step() first"
+    def refuse_updated(self, what: str, chunk: Chunk | None = None) -> None:
+        """Raises UpdatedInBackwardError where the backward has updated weights and no step has followed.
+
+        what: was asked for, and needs the weights, or gradients, from before. chunk: only its weights count.
+        """
+        # Without the setting this is asked at every fetch.
+        if not self.accumulation.uses_up:
+            return
+        gradients = self.memory.gradients.values() if chunk is None else (self.find(chunk),)
+        used = next((gradient for gradient in gradients if gradient is not None and gradient.is_used), None)
+        if used is not None:
+            raise UpdatedInBackwardError(
+                f"{what} between backward() and step() is not possible: update_in_backward=True has updated "
+                f"{used.chunk.names()} with the gradients already. Call optimizer.step() first, or wrap the model "
+                "without update_in_backward=True"
             )
+
+    def refuse_discard(self) -> None:
+        """Raises UpdatedInBackwardError where the backward has updated weights and no step has followed.
+
+        Raises GeminiError where the backward has failed, and has updated some of them.
+        """
+        if self.in_backward and self.are_used and not backward_runs():
+            raise torn(NOT_ENDED)
+        self.refuse_updated("discarding gradients")
 
     def is_used(self, chunk: Chunk) -> bool:
         """The backward has updated weights of the chunk, and no step has followed yet."""
@@ -487,8 +514,10 @@ class GradStore:
         return gradient is not None and gradient.is_used
 
     def refuse_reuse(self, chunk: Chunk) -> None:
-        """Raises GeminiError where the running backward needs weights again that it has updated."""
-        if self.in_backward and self.is_used(chunk):
+        """Raises GeminiError if a backward has updated the chunk's weights, which are needed as they were before."""
+        if not self.in_backward:
+            self.refuse_updated("a use of weights", chunk)
+        elif self.is_used(chunk):
             raise GeminiError(
                 f"the backward needs weights again that it has updated ({chunk.names()}), as where a weight is used "
                 "detached, too, or in several calls with use_reentrant=True: wrap the model without "

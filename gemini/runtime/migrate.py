@@ -1,15 +1,18 @@
 """Migration: moves all states of a model's chunks to the homes of another placement.
 
 It runs between steps, when no gradient waits for the next step, after it was decided what each chunk needs and where.
-States that are no longer needed are dropped first. Then states leave the device, then the number of slots changes, and
-last come the states that move in or are new. So the device never holds more than it does before or after. No value
-changes on the way. What the optimizer keeps is its own business; it is told through a `StateStore`.
+States that are no longer needed are dropped first, with gradients and slots. Then states leave for the disk, then for
+the host, and last come the states that move in or are new. So the device never holds more than it does before or after.
+A host that is full sends states to the device in between. No value changes on the way. What the optimizer keeps is its
+own business; it is told through a `StateStore`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from gemini.errors import BudgetError
 from gemini.memory.slot import KeptSlot
@@ -19,6 +22,7 @@ from gemini.placement.budget import Budget
 from gemini.placement.demand import Demand, Kind, Placement, StateHome, Tier
 from gemini.runtime.binding import master_from_weights
 from gemini.runtime.chunk import Chunk, ManagedParameter, ParamState
+from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.grads import LeftGradients
 from gemini.runtime.step import Step
 
@@ -32,6 +36,9 @@ class StateStore(Protocol):
 
     def has(self, chunk: Chunk) -> bool:
         """Whether the chunk's state has memory."""
+
+    def tier_of(self, chunk: Chunk) -> Tier:
+        """Where the chunk's state rests, which has memory."""
 
     def has_stepped(self, chunk: Chunk) -> bool:
         """Whether a step has written the chunk's state. Equal on all ranks."""
@@ -60,8 +67,27 @@ class StateStore(Protocol):
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
         """The names of a parameter's states; empty if they have no memory."""
 
+    def note_write(self, managed: ManagedParameter, name: str) -> None:
+        """A user has set a state of a parameter: copies that were read before are stale."""
+
     def region_of(self, chunk: Chunk, name: str) -> Region:
         """(optim_numel,) the state where it rests; zeros if this rank has no memory for it yet."""
+
+
+class _Move(NamedTuple):
+    """One state that moves to another home."""
+
+    source: Tier
+    target: Tier
+    num_bytes: int  # that it takes of `target`
+    carry_out: Callable[[], None]
+
+    @property
+    def turn(self) -> int:
+        """Moves come in this order, as far as there is room: what leaves the device makes room for what moves in."""
+        if self.target is Tier.DEVICE:
+            return 2
+        return 0 if self.target is Tier.DISK else 3 if self.source is Tier.DISK else 1
 
 
 class Migration:
@@ -103,7 +129,12 @@ class Migration:
         device.check_total(on_device, budget.device)
         host.check_total(host.ledger.total_bytes + growth - moves_in, budget.host)
         # Host memory is mapped now: a lack of it must not be found once some states have moved.
-        host.reserve(growth, "states that move there or are new")
+        words = "states that move there or are new"
+        try:
+            host.reserve(growth, words)
+        except BudgetError:
+            # On a host that is nearly full the memory of states that leave it is used again.
+            host.reserve(max(0, growth - moves_in), words)
 
     def _host_growth(self, states: StateStore | None) -> tuple[int, int]:
         """(bytes that come to the host, less those that are given up before; bytes that leave the host after that)."""
@@ -114,6 +145,8 @@ class Migration:
             if states is not None and Kind.OPTIM in homes:
                 growth += states.host_bytes(chunk, self._optim_home(chunk))
         old_demand, old_placement = self._before
+        if self._trains:
+            growth -= sum(map(self._beside_plan, self._grads.memory.gradients.values()))
         pairs = zip(old_demand.chunks, old_placement.homes, self._demand.chunks, self._placement.homes, strict=True)
         for chunk, (before, old_homes, after, homes) in zip(self._step.chunks, pairs, strict=True):
             # All gradient memory is given up before any is taken.
@@ -132,6 +165,17 @@ class Migration:
                 elif held is not None and not is_there:
                     moves_in += held
         return growth, moves_in
+
+    @staticmethod
+    def _beside_plan(gradient: ChunkGradient) -> int:
+        """Bytes that an earlier step has taken on the host beside its plan, and that come back only if a step needs."""
+        if gradient.is_reduced or gradient.is_behind:
+            return 0  # a gradient that stays is brought back
+        spares = (
+            None if gradient.wide_is_planned else gradient.wide,
+            None if Kind.GRAD in gradient.chunk.homes else gradient.home,
+        )
+        return sum(spare.nbytes for spare in spares if spare is not None and spare.tier is Tier.HOST)
 
     def carry_out(self, states: StateStore | None) -> None:
         """Make all moves. `Chunk.trainable` says which chunks get a gradient; the placement names the other states.
@@ -153,18 +197,20 @@ class Migration:
                 chunk.free_home(Kind.MASTER, memory)
             if states is not None and Kind.OPTIM not in homes and states.has(chunk):
                 states.drop(chunk)
-        # Make room on the device before anything moves in.
-        self._move_all(states, moves_in=False)
         # The slots are empty since `check_room`, which has released all payloads. Surplus ones make room for what moves
         # in.
         memory.slots.resize(self._placement.num_slots)
-        self._move_all(states, moves_in=True)
+        self._move_all(states)
         memory.gradient_slots.open(self._demand.gradient_slot_bytes, self._placement.num_gradient_slots)
         for chunk, homes in self._placed:
             self._take_missing(chunk, homes, states)
             # What is known of gradients outlives their memory: zeros that wait, and gradients that come in pieces.
             if chunk.trainable and chunk.index in before:
                 self._grads.of(chunk).take_over(before[chunk.index])
+        # Gradients that stay may rest beside the plan, in memory that slots and buffers leave: these come first.
+        if self._left.are_any:
+            memory.slots.fill()
+            self._grads.take_memory()
         self._left.bring_back()
         # Extents of host memory that no state uses any more go back to the system.
         memory.host.trim()
@@ -176,29 +222,69 @@ class Migration:
         # Which touches are recorded depends on what is at home on the device, so old traces would predict other passes.
         self._params.next_use.reset_trace()
 
-    def _move_all(self, states: StateStore | None, moves_in: bool) -> None:
-        """Move the states that leave the device, or, with `moves_in`, those that move in."""
+    def _move_all(self, states: StateStore | None) -> None:
+        """Move all states that are not at their homes."""
+        turns: list[deque[_Move]] = [deque() for _ in range(4)]
+        for move in self._moves(states):
+            turns[move.turn].append(move)
+        # The first turn with room for its next move goes on.
+        while waiting := [moves for moves in turns if moves]:
+            moves = next((moves for moves in waiting if self._has_room_for(moves[0])), None)
+            if moves is not None:
+                moves.popleft().carry_out()
+                continue
+            # Host and device are full of states that change places. One of them passes the host's budget for a moment.
+            move = (turns[1] or waiting[0]).popleft()
+            tier = self._memory.tier(move.target)
+            capacity = tier.capacity_bytes
+            if move.target is Tier.HOST:
+                tier.allow(None)
+            try:
+                move.carry_out()
+            finally:
+                tier.allow(capacity)
+
+    def _has_room_for(self, move: _Move) -> bool:
+        tier = self._memory.tier(move.target)
+        return tier.capacity_bytes is None or tier.ledger.total_bytes + move.num_bytes <= tier.capacity_bytes
+
+    def _moves(self, states: StateStore | None) -> Iterator[_Move]:
+        """What has to move, in the order of chunks."""
         for chunk, homes in self._placed:
+            sizes = self._demand.chunks[chunk.index].home_bytes
             target, keeps = homes[Kind.PARAM], chunk.index in self._placement.kept
             had_slot = chunk.own_slot is not None
-            if chunk.homes[Kind.PARAM].tier is not target or keeps != had_slot:
-                # What leaves a kept slot moves in the first round, also to a home on the device: the slot makes room.
-                if moves_in == (target is Tier.DEVICE and not had_slot):
-                    with self._migrating(chunk, Kind.PARAM, target):
-                        self._move_parameters(chunk, target, keeps)
-            master, target = chunk.homes.get(Kind.MASTER), homes.get(Kind.MASTER, target)
-            if master is not None and master.tier is not target and moves_in == (target is Tier.DEVICE):
-                with self._migrating(chunk, Kind.MASTER, target):
-                    self._allocate(chunk, Kind.MASTER, target)
-                    self._memory.transfer.copy(chunk.homes[Kind.MASTER], master)
-                    self._memory.free(master, Kind.MASTER)
-            if states is not None and states.has(chunk) and moves_in == (homes[Kind.OPTIM] is Tier.DEVICE):
-                states.migrate(chunk, self._optim_home(chunk))
+            before = chunk.homes[Kind.PARAM].tier
+            if before is not target or keeps != had_slot:
+                move = partial(self._move_weights, chunk, target, keeps)
+                # What leaves a kept slot for a home on the device makes room there: it goes with what leaves.
+                leaves_slot = had_slot and target is Tier.DEVICE
+                to, num_bytes = (Tier.HOST, 0) if leaves_slot else (target, sizes[Kind.PARAM])
+                yield _Move(before, to, num_bytes, move)
+            master = chunk.homes.get(Kind.MASTER)
+            target = homes.get(Kind.MASTER, target)
+            if master is not None and master.tier is not target:
+                move = partial(self._move_master, chunk, master, target)
+                yield _Move(master.tier, target, sizes[Kind.MASTER], move)
+            if states is not None and states.has(chunk):
+                target, before = homes[Kind.OPTIM], states.tier_of(chunk)
+                num_bytes = 0 if before is target else sizes[Kind.OPTIM]
+                yield _Move(before, target, num_bytes, partial(states.migrate, chunk, self._optim_home(chunk)))
+
+    def _move_master(self, chunk: Chunk, master: Region, target: Tier) -> None:
+        with self._migrating(chunk, Kind.MASTER, target):
+            self._allocate(chunk, Kind.MASTER, target)
+            self._memory.transfer.copy(chunk.homes[Kind.MASTER], master)
+            self._memory.free(master, Kind.MASTER)
 
     def _migrating(self, chunk: Chunk, kind: Kind, target: Tier) -> OpenMove:
         before = chunk.homes[kind]
         why = f"another placement of its {kind.value}"
         return self._params.observer.moving("migrate", chunk.index, before.tier, target, before.nbytes, why)
+
+    def _move_weights(self, chunk: Chunk, target: Tier, keeps: bool) -> None:
+        with self._migrating(chunk, Kind.PARAM, target):
+            self._move_parameters(chunk, target, keeps)
 
     def _move_parameters(self, chunk: Chunk, target: Tier, keeps: bool) -> None:
         # The home is the payload, and is about to be given up.

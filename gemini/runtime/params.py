@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gemini.errors import BudgetError, SlotError
+from gemini.errors import BudgetError, GeminiError, SlotError, closed
 from gemini.memory.memory import RankMemory
 from gemini.memory.modes import untracked, unwrapped
 from gemini.memory.slot import KeptSlot, SharedStorage, Slot, SlotPool, wait_until_free
@@ -181,6 +181,7 @@ class PayloadSlots:
     ) -> None:
         self.pools = memory.slots
         self.left: list[KeptSlot] = []  # kept slots that were replaced while views still held them
+        self.is_closed = False
         self._chunks = chunks
         self._device = memory.device
         self._position = communicator.position
@@ -221,8 +222,10 @@ class PayloadSlots:
             whose = "another chunk" if victim is None else f"chunk {victim.index} ({victim.names()})"
             raise self._held(f"{whose} must leave its slot for chunk {chunk.index} ({chunk.names()})") from None
 
-    def all_in_use(self, chunk: Chunk) -> SlotError:
+    def all_in_use(self, chunk: Chunk) -> GeminiError:
         """The error for a chunk that gets no slot."""
+        if self.is_closed:
+            return closed(f"{self._position.here()} needs the weights of {chunk.names()}")
         has_budget = self._device.capacity_bytes is not None
         pool = self.pools[chunk.oversize]
         return slots_are_in_use(self._position.here(), chunk, pool, self._chunks, has_budget)
@@ -310,6 +313,7 @@ class PayloadSlots:
 
     def close(self) -> None:
         """Give all slots back, and with kept ones the homes inside."""
+        self.is_closed = True
         self.pools.close()
         for slot in [*self.left, *(chunk.own_slot for chunk in self._chunks if chunk.own_slot is not None)]:
             slot.close()

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gemini.errors import GeminiError, torn
+from gemini.errors import GeminiError, UpdatedInBackwardError, closed, torn
 from gemini.log import warn_at_script
 from gemini.memory.disk import DiskFailure
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.exit_report import words_of
 from gemini.runtime.calls import Underway, backward_runs
-from gemini.runtime.grads import GradStore
+from gemini.runtime.grads import NOT_ENDED, GradStore
 from gemini.runtime.params import ParamStore
 
 # Functions in these files may lose their locals. contextlib is one of them, because the frame of a context manager that
@@ -42,11 +42,11 @@ class Failures:
         self._has_failed = False
         self._is_disturbed = False  # on one rank: an exception may have left slots, pins or plain parameters behind
         self._torn_by = ""  # on one rank: the error that left weights half updated
-        self._is_closed = False
+        self.is_closed = False  # slots, process group and disk were given back
 
     def note_close(self) -> None:
         """The model gives its slots and its process group back: several ranks cannot start together again."""
-        self._is_closed = True
+        self.is_closed = True
 
     def pop_failure(self) -> bool:
         """Whether a forward, backward or step may have failed since the last call. Local, and equal on all ranks.
@@ -72,7 +72,8 @@ class Failures:
             is_refusal = isinstance(error, GeminiError) and not isinstance(error, DiskFailure)
             self._is_disturbed |= self._communicator.watch is None and not is_refusal
             self._communicator.publish(error)
-            self._has_failed |= self._communicator.watch is None
+            self._has_failed |= self._communicator.watch is None and not isinstance(error, UpdatedInBackwardError)
+            self._find_loss()
             # The exit of a torch.no_grad() may have been interrupted.
             torch.set_grad_enabled(builds_graph)
             raise
@@ -166,7 +167,7 @@ class Failures:
         self._has_failed = True
         # The backward updates weights, and has not come to all of them. Where it has, the step has nothing left to do.
         if self._grads.are_used and (self._grads.in_backward or self._grads.are_any_left):
-            self._tear(GeminiError("a backward that updates weights, as update_in_backward=True says, did not end"))
+            self._tear(GeminiError(NOT_ENDED))
         clear_our_frames()
         self._underway.reset()
         self._grads.reset()
@@ -184,6 +185,12 @@ class Failures:
             self._tear(error)
             raise
 
+    def _find_loss(self) -> None:
+        """Where the disk has lost what was to be written there no rank may go on, as behind half an update."""
+        disk = self._params.memory.disk
+        if disk is not None and disk.lost and not self._torn_by:
+            self._tear(DiskFailure(disk.lost))
+
     def _tear(self, error: BaseException) -> None:
         """No rank may go on with these weights, because of `error`."""
         if self._communicator.watch is not None:
@@ -196,12 +203,16 @@ class Failures:
 
         Raises GeminiError if the failure left weights half updated, and on several ranks if the model is closed.
         """
+        disk = self._params.memory.disk
+        if disk is not None and disk.lost:
+            self._find_loss()
+            self._communicator.publish(DiskFailure(disk.lost))
         if self._torn_by:
             raise torn(self._torn_by)
         watch = self._communicator.watch
         # What one rank still has, such as weights at home, it may read.
-        if watch is not None and self._is_closed:
-            raise GeminiError("the model is closed: close() comes after the last use, such as state_dict()")
+        if watch is not None and self.is_closed:
+            raise closed()
         # `failed` is set by a failure of this rank and by one that this rank has heard of.
         if watch is not None and watch.failed:
             if self._grads.num_backwards and not self._grads.are_used:

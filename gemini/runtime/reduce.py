@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from gemini.errors import GeminiError
 from gemini.memory.memory import HostSums
 from gemini.memory.transfer import Region, Scratch, Transfer, ready, wait_on_host, wait_on_stream
 from gemini.observe import OpenMove
@@ -107,8 +108,15 @@ class Accumulation:
         """Take out the reduction in flight, to be finished. Local."""
         return None
 
+    def left_in_order(self) -> Iterator[ChunkGradient]:
+        """The backward ends: gradients whose turn all ranks know, to be reduced. Collective. `left_open` is next."""
+        return iter(())
+
     def left_open(self, backward: int) -> Iterator[ChunkGradient]:
-        """The backward ends: every gradient that is open on any rank, to be reduced. Collective."""
+        """The backward ends: every gradient that is open on any rank, to be reduced. Collective.
+
+        If the backward updates weights no reduction is in flight: ranks tell one another what they have used up.
+        """
         return iter(())
 
     def end_backward(self, backward: int) -> None:
@@ -123,6 +131,13 @@ class Accumulation:
 
     def reset_order(self) -> None:
         """Forget which gradients to expect, and when: other chunks are trained. Local."""
+
+    def _expect_what_came(self, gradient: ChunkGradient) -> None:
+        """The step's first backward has brought these gradients: later ones are expected to bring as many."""
+        # A backward that updates uses a chunk up once it is whole. With one of its gradients, of which nothing came
+        # for once, it would not be.
+        if not self.uses_up or any(gradient.got):
+            gradient.expect_what_came()
 
 
 class AccumulateInPlace(Accumulation):
@@ -176,7 +191,7 @@ class AccumulateInPlace(Accumulation):
             # `got` counts since the last step: only in the first backward does it tell what one backward brings.
             if backward == 1 and self.synchronizes:
                 # Unused parameters must not keep the chunk open, and its slot taken, until the end of later backwards.
-                gradient.expect_what_came()
+                self._expect_what_came(gradient)
 
 
 # -- Agrees on which gradients are complete on every rank, while a backward is recorded.
@@ -447,7 +462,7 @@ class AccumulateAndReduce(Accumulation):
         self._next_in_order = 0
         self._off_plan = False  # a gradient came late or early: record again
         self._is_to_agree = False  # this backward has left the plan, on some rank
-        self._whole: set[int] = set()  # chunks that were reduced with all of this rank's gradients: membership only
+        self._missing: dict[int, bytes] = {}  # by chunk that was reduced in this backward: see `ChunkGradient.missing`
         self.reset_order()
 
     def note_placement(self, is_resident: bool) -> None:
@@ -462,7 +477,7 @@ class AccumulateAndReduce(Accumulation):
     def begin_backward(self, uses_up: bool) -> None:
         """See `Accumulation`."""
         super().begin_backward(uses_up)
-        self._whole.clear()
+        self._missing.clear()
         next_use = self._next_use
         self._order.begin(next_use.places if next_use.kind is PassKind.TRAINING else None)
         self._completion.begin()
@@ -528,8 +543,8 @@ class AccumulateAndReduce(Accumulation):
     def start(self, gradient: ChunkGradient, backward: int) -> Reduction | None:
         """See `Accumulation`. The exchange is only launched."""
         self._reduced.add(gradient.chunk.index)
-        if gradient.is_whole:
-            self._whole.add(gradient.chunk.index)
+        if self.uses_up:
+            self._note_missing(gradient)
         self._completion.note_reduced(gradient.chunk.index)
         if gradient.unsynced_state is not UnsyncedState.NONE:
             # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as one.
@@ -615,6 +630,12 @@ class AccumulateAndReduce(Accumulation):
         flight, self._in_flight = self._in_flight, None
         return flight
 
+    def left_in_order(self) -> Iterator[ChunkGradient]:
+        """See `Accumulation`. They are reduced with zeros where some gradients did not come."""
+        if self.synchronizes and not self._gathers_in_backward and self._knows_parts:
+            for index in self._order.order[self._next_in_order :]:
+                yield self._memory.gradients[index]
+
     def left_open(self, backward: int) -> Iterator[ChunkGradient]:
         """See `Accumulation`."""
         gradients, order = list(self._memory.gradients.values()), self._order
@@ -634,9 +655,6 @@ class AccumulateAndReduce(Accumulation):
             # Nothing is gathered, so the order of reductions is all that ranks share. Another order on one rank makes
             # all ranks agree on an order again.
             off = self._off_plan or tuple(order.fired) != order.order
-            # What is left of the order is reduced with zeros, where some gradients did not come.
-            for index in order.order[self._next_in_order :] if self._knows_parts else ():
-                yield self._memory.gradients[index]
         # Before the first record no rank has points: then every backward counts as off its plan.
         is_off = yield from self._the_rest("end of backward", off or order.points is None)
         # A backward that follows no forward of the model has a trace of its own, in which points mean nothing.
@@ -652,7 +670,7 @@ class AccumulateAndReduce(Accumulation):
             # Unused parameters must not keep a chunk open next time. If routing chooses the parameters that are used,
             # all are still expected: a gradient that came late on some ranks only would be added in another order.
             if backward == 1 and not gradient.chunk.is_chosen:
-                gradient.expect_what_came()
+                self._expect_what_came(gradient)
 
     def left_unsynced(self) -> Iterator[ChunkGradient]:
         """See `Accumulation`."""
@@ -670,18 +688,20 @@ class AccumulateAndReduce(Accumulation):
             own += gradient.got
         uses_up = self.uses_up
         if uses_up:
-            own += bytes(not (g.is_whole or g.chunk.index in self._whole) for g in gradients)
+            for gradient in gradients:
+                self._note_missing(gradient)
+                own += self._missing[gradient.chunk.index]
+            own += bytes(sum(self._missing[g.chunk.index]) < g.num_trained for g in gradients)
+            own += bytes(g.is_used for g in gradients)
         words = torch.frombuffer(own, dtype=torch.uint8).to(self._communicator.device)
         # One byte a flag, in one all-reduce: off | chunk to be reduced, by chunk | parameter has a gradient, by chunk |
-        # where the backward updates: this rank had a part of the chunk's gradients only.
+        # where the backward updates: parameter lacks a gradient, by chunk | chunk has some gradient | chunk is updated.
         self._communicator.all_reduce_max_(words, when)
         # Reading the flags makes the host wait for the device.
         agreed: bytes = words.cpu().numpy().tobytes()
         start = len(gradients) + 1
-        self._has_told_parts = uses_up
-        for gradient, is_part in zip(gradients, agreed[-len(gradients) :] if uses_up else (), strict=uses_up):
-            if is_part:
-                gradient.note_part()
+        if uses_up:
+            self._note_parts(gradients, agreed[start + sum(len(gradient.got) for gradient in gradients) :])
         for number, gradient in enumerate(gradients):
             end = start + len(gradient.got)
             gradient.note_agreed(agreed[start:end])
@@ -693,6 +713,34 @@ class AccumulateAndReduce(Accumulation):
                 gradient.become_unsynced(UnsyncedState.NONE)
         self.awaits_reduction = False
         return bool(agreed[0])
+
+    def _note_missing(self, gradient: ChunkGradient) -> None:
+        """Note which gradients this backward has not brought to this rank, before the payload is closed. Local."""
+        index, missing = gradient.chunk.index, gradient.missing
+        before = self._missing.get(index)  # what comes in pieces is reduced several times
+        self._missing[index] = missing if before is None else bytes(map(min, before, missing))
+
+    def _note_parts(self, gradients: Sequence[ChunkGradient], agreed: bytes) -> None:
+        """Note whose gradients have come in part, where the backward updates. Equal on all ranks.
+
+        agreed: what `_reduce_the_rest` has exchanged for it. Raises GeminiError on all ranks if some have updated a
+        chunk of which others had a part.
+        """
+        count, is_first, start = len(gradients), not self._has_told_parts, 0
+        have_some, are_used = agreed[-2 * count : -count], agreed[-count:]
+        self._has_told_parts = True
+        for gradient, has_some, is_used in zip(gradients, have_some, are_used, strict=True):
+            missing = agreed[start : start + len(gradient.got)]
+            start += len(gradient.got)
+            if is_used and any(missing):
+                raise GeminiError(
+                    f"no gradient of {gradient.chunk.parameters[missing.index(1)].name!r} came in this backward, as in "
+                    "all before, and other ranks have updated its chunk: wrap the model without update_in_backward=True"
+                )
+            # A branch that all ranks alike leave out for once is no part. One that none has used so far may be: the
+            # data of one rank may choose it.
+            if any(missing) and (has_some or is_first):
+                gradient.note_part()
 
     def _agree_on_points(self) -> None:
         """Adopt the latest point and rank of each chunk over all ranks. Collective."""

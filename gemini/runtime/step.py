@@ -244,6 +244,7 @@ class Reductions:
         self.collect_all()
         backward = self._grads.num_backwards
         with self._grads.ending_backward():
+            self._reduce(self._accumulation.left_in_order(), are_last=self._accumulation.uses_up)
             self._reduce(self._accumulation.left_open(backward), are_last=True)
             self._accumulation.end_backward(backward)
 
@@ -326,12 +327,10 @@ class Reductions:
         if gradient.came_in_part or chunk.is_chosen:
             return False
         if not gradient.is_whole:
-            missing = next(each.name for each in chunk.parameters if each.requires_grad > gradient.fired[each.position])
-            raise GeminiError(
-                f"no gradient of {missing!r} came in this backward, as in all before, and other ranks may have updated "
-                "its chunk: wrap the model without update_in_backward=True"
-            )
-        return True
+            # Other ranks may have all of it, and use it up, which the end of the backward tells. Until then slots must
+            # be alike on all ranks: they decide about collectives.
+            self._params.before_update(chunk)
+        return gradient.is_whole
 
     def refuse_gift(self, name: str) -> None:
         """Raises GeminiError for a gradient that a user sets, of the parameter of this name, where none would wait."""
@@ -681,6 +680,8 @@ class Step:
             # `find` has dropped a backward that is over: this one runs in another thread.
             if self.grads.in_backward:
                 raise other_thread("a backward")
+            # Where every payload is in place no fetch would notice it.
+            self.grads.refuse_updated("a forward")
             self._underway.enter_forward()
         return self.calls.enter(module, None, recomputing), not is_inner
 
@@ -851,8 +852,11 @@ class Step:
         if self.grads.in_backward and backward_runs():
             raise GeminiError(f"{what} inside a backward")
 
-    def check_idle(self, what: str) -> None:
-        """Raises GeminiError inside a forward or backward. Recovers from an earlier failure."""
+    def check_idle(self, what: str, *, after_updates: bool = False) -> None:
+        """Raises GeminiError inside a forward or backward. Recovers from an earlier failure.
+
+        after_updates: it may come between a backward that has updated weights and its step, which is refused else.
+        """
         inside = GeminiError(f"{what} inside a forward or backward of the model is not possible: call it between steps")
         self.failures.find()
         if self.calls.by_thread or self.is_recomputing():
@@ -861,5 +865,7 @@ class Step:
         self.failures.recover()
         if self.grads.in_backward:
             raise inside
+        if not after_updates:
+            self.grads.refuse_updated(what)
         # What follows may be collective: its tags get a position that all ranks share.
         self.position.set(0, Phase.TOUCH)

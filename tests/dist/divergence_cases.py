@@ -1,6 +1,7 @@
 """Ranks that take different ways on purpose, or are given different models and arguments."""
 
 import random
+import tempfile
 from typing import Any
 
 import torch
@@ -77,6 +78,10 @@ def _diverge(model: ShardedModel, optimizer: ShardedOptimizer, net: Net, rank: i
         else:
             model(batch(rank, 3))
             optimizer.clip_grad_norm_(1.0) if optimizer.model.chunk_manager.grads.num_backwards else model.state_dict()
+    elif way == "loss without a graph":
+        loss = model(batch(rank, 2)).square().mean()
+        optimizer.backward(torch.zeros((), requires_grad=True) * 1 if other else loss)
+        optimizer.step()
     elif way == "skipped step":
         optimizer.backward(model(batch(rank, 2)).square().mean())
         if other:
@@ -185,6 +190,12 @@ def different_weights(rank: int, world_size: int) -> tuple[dict[str, Tensor], di
     return before, dict(ShardedModel(module, device="emulated", chunk_size=CHUNK).state_dict())
 
 
+def with_buffer(numel: int) -> Net:
+    module = build()
+    module.register_buffer("mean", torch.zeros(numel))
+    return module
+
+
 def different_arguments(rank: int, world_size: int) -> dict[str, str]:
     """What each difference is answered with."""
     impatient()
@@ -198,6 +209,10 @@ def different_arguments(rank: int, world_size: int) -> dict[str, str]:
         "one too small": [{"model_data_memory": least}, {"model_data_memory": least // 2}],
         "too small": [{"model_data_memory": least // 8}] * 2,  # also for inference
         "shape": [{}, {"module": nn.Sequential(nn.Linear(WIDTH, WIDTH + 1))}],
+        "buffer": [{}, {"module": with_buffer(5)}],
+        "buffer's shape": [{"module": with_buffer(5)}, {"module": with_buffer(6)}],
+        "disk on one rank": [{"disk_path": tempfile.gettempdir()}, {}],
+        "folder": [{"disk_path": tempfile.gettempdir()}, {"disk_path": f"{tempfile.gettempdir()}/."}],
     }
     said = {}
     for what, by_rank in options.items():

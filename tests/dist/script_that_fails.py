@@ -72,3 +72,8 @@ if where == "diverging":
     with torch.no_grad():
         model.module[3 if rank == who else 0].weight.sum()
         model.module[2 if rank == who else 1].weight.sum()
+if where.startswith("ends"):
+    if rank != who:
+        model.state_dict()
+    if "destroys" in where:
+        dist.destroy_process_group()

@@ -1,14 +1,22 @@
 """Ranks that take different ways are told apart, never mixed up; what one rank alone refers to changes nothing."""
 
+import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from gemini import DivergenceError, ShardedModel, set_leaf_module
+from gemini.ranks import watchdog
 from tests.dist import divergence_cases, view_cases
+from tests.harness.on_ranks import on_ranks
 from tests.harness.ranks import RankPool
 
 IN_STEP = ["forward", "backward", "touch in forward", "skipped backward", "skipped step", "read gradient"]
+NO_GRAPH = "loss without a graph"
 OUTSIDE = ["outside a step", "evaluation", "outside, one rank only"]
 NAMES = {
     "forward": ["forward of layers.3", "forward of layers."],
@@ -17,13 +25,18 @@ NAMES = {
     "outside a step": ["use of a parameter of layers."],
     "evaluation": ["forward of layers.0", "forward of layers.4"],
     "skipped step": ["the optimizer step"],
+    NO_GRAPH: ["If rank 1 made no backward because its loss had no graph", "add 0 * output.sum()"],
     "read gradient": ["the optimizer step", "all-gather of chunk"],
 }
 
 
 @pytest.mark.parametrize(
     ("stage", "ways"),
-    [(3, IN_STEP + OUTSIDE), pytest.param(2, ["skipped step", "read gradient"], marks=pytest.mark.soak)],
+    [
+        (3, [*IN_STEP, *OUTSIDE, NO_GRAPH]),
+        (2, [NO_GRAPH]),
+        pytest.param(2, ["skipped step", "read gradient"], marks=pytest.mark.soak),
+    ],
 )
 def test_ranks_that_take_different_ways_all_name_both_and_use_nothing(
     ranks: RankPool, stage: int, ways: list[str]
@@ -113,6 +126,10 @@ def test_different_arguments_are_refused_with_what_differs(ranks: RankPool) -> N
         "budget": [" model_data_memory=", "against model_data_memory="],
         "shape": ["differs between rank 0 and rank 1: parameter 'layers.0.weight' of shape (32, 32)", "shape (33, 32)"],
         "frozen": ["parameter 'layers.0.weight'", "True", "False"],
+        "buffer": ["built in a ZeroInitContext: nothing against buffer 'mean' of shape (5,), torch.float32"],
+        "buffer's shape": ["buffer 'mean' of shape (5,), torch.float32 against buffer 'mean' of shape (6,)"],
+        "disk on one rank": ["disk_path=a folder against disk_path=None"],
+        "folder": ["accepted"],
     }
     exits = ranks(2).run(divergence_cases.different_arguments, fresh=True, forked=True, timeout_s=90)
     for one in exits:
@@ -122,3 +139,73 @@ def test_different_arguments_are_refused_with_what_differs(ranks: RankPool) -> N
             assert all(word in said[what] for word in wanted), (what, said[what])
         assert said["one too small"].startswith("DivergenceError"), "a budget is an argument, and all give the same"
         assert said["too small"].startswith("BudgetError")
+
+
+class Tells(logging.Handler):
+    """Notes what is logged, and lets the other rank go on."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        self.key = key
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        dist.distributed_c10d._get_default_store().set(self.key, "")
+
+
+@on_ranks(2)
+def test_a_rank_that_uses_the_model_alone_is_told_how_not_to(rank: int, world_size: int) -> None:
+    """The other rank waits somewhere else, as in a collective of Accelerate's, until this one has been told."""
+    model, handler = ShardedModel(nn.Linear(8, 8), device="emulated"), Tells("rank 0 was told")
+    logging.getLogger("gemini").addHandler(handler)
+    try:
+        with mock.patch.multiple(watchdog, POLL_S=0.05, DIVERGED_AFTER_S=0.0, ALONE_AFTER_S=0.0), torch.no_grad():
+            if rank == 1:
+                dist.distributed_c10d._get_default_store().wait([handler.key])
+            model(torch.ones(2, 8))
+    finally:
+        logging.getLogger("gemini").removeHandler(handler)
+    if rank == 0:
+        (words,) = [each for each in handler.said if "uses the model alone" in each]
+        assert "rank 1 is in no collective of the model" in words
+        assert "gathered_for_generation()" in words
+    model.close()
+
+
+class Experts(nn.Module):
+    """Experts in parameters of three dimensions, of which each rank uses those that its rows choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 6, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(6, 32, 48) / 6), nn.Parameter(torch.randn(6, 48, 32) / 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, chosen = self.router(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique():
+            row, place = (chosen == expert).nonzero(as_tuple=True)
+            out.index_add_(0, row, (x[row] @ self.up[expert]).tanh() @ self.down[expert] * weight[row, place][:, None])
+        return out
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_experts_in_one_tensor_are_named_with_the_mark_that_they_need(
+    rank: int, world_size: int, is_marked: bool
+) -> None:
+    module = nn.Sequential(nn.Linear(32, 32), Experts(), Experts(), nn.Linear(32, 8))
+    if is_marked:
+        set_leaf_module(module, [Experts])
+    model = ShardedModel(module, device="emulated")
+    rows = torch.randn(6, 32, generator=torch.Generator().manual_seed(rank)) * (1 + rank)
+    if is_marked:
+        model(rows).square().mean().backward()
+    else:
+        with (
+            mock.patch.multiple(watchdog, POLL_S=0.25, DIVERGED_AFTER_S=0.5, UNCHANGED_S=1.5),
+            pytest.raises(DivergenceError, match=r"experts in one tensor, mark its class with gemini.set_leaf_module"),
+        ):
+            model(rows).square().mean().backward()
+    model.close()

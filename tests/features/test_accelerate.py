@@ -243,6 +243,21 @@ def test_whole_models_are_saved_as_their_own_class_and_tied_weights_once(rank: i
     model.close()
 
 
+@on_ranks(1, 2)
+def test_one_rank_alone_samples_with_gathered_weights(rank: int, world_size: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    plain = build()
+    module, wanted = build(), plain(inputs(0)).detach()
+    model, head = accelerator.prepare(module, nn.Linear(2, 2))
+    for given in (model, module):
+        with accelerator.gathered_for_generation(given) as whole, torch.no_grad():
+            assert whole is module
+            if accelerator.is_main_process:
+                assert torch.equal(whole(inputs(0)), wanted)
+    model.close()
+    head.close()
+
+
 @on_ranks(2)
 def test_who_cannot_write_a_state_tells_every_rank(rank: int, world_size: int) -> None:
     script = Script(_ours())
@@ -334,3 +349,31 @@ def test_ranks_that_accelerate_does_not_know_are_told_what_to_say(rank: int, wor
     with on_a_machine_without_gpus():
         with pytest.raises(UnsupportedError, match=r"2 ranks, of which Accelerate knows 1: .*Accelerator\(cpu=True\)"):
             Accelerator(gemini=SMALL)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
+def test_a_saving_hook_may_take_a_model_off_the_list(rank: int, world_size: int, whole: bool) -> None:
+    """As in diffusers' scripts, which write the model themselves."""
+    with shared_folder() as folder:
+        accelerator = Accelerator(cpu=True, gemini={}, save_whole_state=whole)
+        module = torch.nn.Linear(4, 4)
+        model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
+        taken = []
+
+        def saving(models: list[Any], weights: list[Any], output_dir: str) -> None:
+            assert len(models) == len(weights)
+            for _ in models:
+                taken.append(weights.pop())
+
+        accelerator.register_save_state_pre_hook(saving)
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        expected = model.state_dict()
+        accelerator.save_state(str(folder / "state"))
+        assert len(taken) == 1 and not list((folder / "state").glob("*.safetensors"))
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        if not whole:
+            accelerator.load_state(str(folder / "state"))
+            assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

@@ -1,5 +1,6 @@
 """`B(A(x))` of two engines, with one `B.backward(loss)`: each steps when its own window is full."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -115,3 +116,56 @@ def test_a_backward_that_fails_drops_the_windows_that_it_fed() -> None:
     for one, other in zip((first, second), its, strict=True):
         assert one.global_steps == 1
         assert_same(weights_of(one.model), weights_of(other.model))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("window", [1, 2])
+def test_gradients_that_a_generator_leaves_in_its_discriminator_are_dropped(
+    rank: int, world_size: int, window: int, place: str
+) -> None:
+    """A GAN: without the drop the critic trains on what the generator wants of it."""
+    generator, critic = engine_of(window, **PLACES[place]), engine_of(window, **PLACES[place])
+    modules: list[nn.Module] = [build(), build()]
+    optimizers = [HybridAdam(module.parameters(), lr=1e-2) for module in modules]
+    for micro in range(2):
+        critic.zero_grad()
+        for part in range(window):
+            critic.backward(critic(inputs(micro + part)).square().mean())
+            critic.step()
+        for part in range(window):
+            generator.backward(loss_of(generator, critic, micro + part))
+            generator.step()
+        # The same by hand.
+        optimizers[1].zero_grad()
+        for part in range(window):
+            (modules[1](inputs(micro + part)).square().mean() / window).backward()
+        optimizers[1].step()
+        for part in range(window):
+            (loss_of(*modules, micro + part) / window).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    assert generator.global_steps == critic.global_steps == 2
+    for engine, module in zip((generator, critic), modules, strict=True):
+        assert_same(weights_of(engine.model), weights_of(module))
+
+
+@on_ranks(1, 2)
+def test_zero_grad_drops_a_window_that_is_complete_and_says_that_it_keeps_another(rank: int, world_size: int) -> None:
+    engine, its = engine_of(2), engine_of(2)
+    for micro in (5, 6):  # full, and no step follows
+        engine.backward(engine(inputs(micro)).square().mean())
+    engine.zero_grad()
+    assert not engine.is_window_open() and all(each.grad is None for each in engine.model.parameters())
+    engine.backward(engine(inputs(0)).square().mean())
+    with pytest.warns(UserWarning, match=r"zero_grad\(\) keeps the gradients of a window.*\(1\).*discard_window"):
+        engine.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.zero_grad()  # said once
+    engine.backward(engine(inputs(1)).square().mean())
+    engine.step()
+    for micro in range(2):
+        its.backward(its(inputs(micro)).square().mean())
+        its.step()
+    assert_same(weights_of(engine.model), weights_of(its.model))

@@ -16,7 +16,11 @@ from typer.testing import CliRunner
 
 import gemini
 from gemini import CheckpointError, HybridAdam, Keep, ShardedModel, ShardedOptimizer, load_checkpoint, save_checkpoint
+from gemini.checkpoint.exporting import export_weights
+from gemini.checkpoint.foreign import fp32_weights
+from gemini.checkpoint.tensor_files import parts_in
 from gemini.cli.app import app
+from gemini.deepspeed.utils import zero_to_fp32
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.shared_folder import shared_folder
 
@@ -177,6 +181,54 @@ def test_a_checkpoint_of_version_1_loads_for_ever() -> None:
     state = optimizer.state_dict()["state"]
     found = {f"{n}.{name}": float(value.double().sum()) for n, its in state.items() for name, value in its.items()}
     assert found == wanted["states"]
+
+
+def test_damaged_weights_are_not_exported(tmp_path: Path) -> None:
+    model, optimizer = make()
+    step(model, optimizer)
+    path = save_checkpoint(tmp_path / "saved", model, optimizer)
+    file = path / "states-00000-0.safetensors"
+    part = next(each for each in parts_in(file)[0] if each.part.key == "model.0.weight")
+    flip(file, part.start + 3)
+    words = r"tensor 'model\.0\.weight' is not as it was written"
+    with pytest.raises(CheckpointError, match=words):
+        export_weights(tmp_path / "saved", tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+    with pytest.raises(CheckpointError, match=words):
+        dict(fp32_weights(tmp_path / "saved"))
+    with pytest.raises(CheckpointError, match=words):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "theirs")
+    assert command("export", tmp_path / "saved", tmp_path / "out")[0] == 2
+    flip(file, part.start + 3)
+    assert command("export", tmp_path / "saved", tmp_path / "out")[0] == 0
+    flip(file, 40)
+    with pytest.raises(CheckpointError, match=r"states-00000-0\.safetensors"):
+        dict(fp32_weights(tmp_path / "saved"))
+
+
+class _Expanded(nn.Module):
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", buffer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(x)
+        return found
+
+
+@on_ranks(1, 2)
+def test_an_expanded_buffer_is_loaded_or_refused_before_anything_changes(rank: int, world_size: int) -> None:
+    with shared_folder() as folder:
+        for tag, buffer in (("alike", torch.full((1, 4), 3.0).expand(3, 4)), ("other", torch.arange(12.0).view(3, 4))):
+            save_checkpoint(folder, ShardedModel(_Expanded(buffer), device="emulated"), tag=tag)
+        model = ShardedModel(_Expanded(torch.zeros(1, 4).expand(3, 4)), device="emulated")
+        before = gemini.state_hash(model)
+        with pytest.raises(CheckpointError, match="mask is a buffer whose elements share memory"):
+            load_checkpoint(folder, model, tag="other", weights_only=True)
+        assert gemini.state_hash(model) == before
+        load_checkpoint(folder, model, tag="alike", weights_only=True)
+        assert torch.equal(model.state_dict()["mask"], torch.full((3, 4), 3.0))
 
 
 def command(*arguments: Any) -> tuple[int, str]:

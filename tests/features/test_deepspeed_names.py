@@ -65,6 +65,8 @@ def test_the_accelerator_answers_for_the_device() -> None:
     first = torch.rand(1)
     device.manual_seed(5)
     assert torch.equal(torch.rand(1), first)
+    device.manual_seed_all(5)
+    assert torch.equal(torch.rand(1), first)
     with pytest.raises(AttributeError, match=r"get_accelerator\(\) has no 'op_builder_dir': .*torch.accelerator"):
         device.op_builder_dir()
 
@@ -217,3 +219,45 @@ def test_an_import_says_what_to_use_too() -> None:
         from gemini.deepspeed import PipelineModule  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'nothing_of_theirs'"):
         from gemini.deepspeed import nothing_of_theirs  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("pipe", "gemini.deepspeed has no module 'pipe': there is no pipeline"),
+        ("moe.layer", "gemini.deepspeed.moe has no module 'layer': experts are sharded as all weights are"),
+        ("runtime.pipe.engine", "gemini.deepspeed.runtime has no module 'pipe': there is no pipeline"),
+        ("compression.compress", "compression has no module 'compress': it changes the model's result"),
+        ("nothing_of_theirs", "has no module 'nothing_of_theirs': docs/coming_from.md"),
+    ],
+)
+def test_a_module_of_deepspeeds_that_is_not_here_says_what_to_use(module: str, words: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=words):
+        importlib.import_module(f"gemini.deepspeed.{module}")
+
+
+def test_what_scripts_import_is_there() -> None:
+    """Of the modules that DeepSpeedExamples import from, also where they use nothing of it."""
+    from gemini.deepspeed.compression.helper import recursive_getattr, recursive_setattr
+    from gemini.deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
+    from gemini.deepspeed.runtime.engine import DeepSpeedEngine
+    from gemini.deepspeed.runtime.lr_schedules import WarmupLR
+    from gemini.deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+
+    assert (DeepSpeedEngine, GatheredParameters) == (deepspeed.DeepSpeedEngine, deepspeed.zero.GatheredParameters)
+    assert ZeroParamStatus.AVAILABLE is not ZeroParamStatus.NOT_AVAILABLE
+    model = blocks()
+    recursive_setattr(model, "1.0", nn.Identity())
+    assert recursive_getattr(model, "1.0") is model[1][0] and isinstance(model[1][0], nn.Identity)
+    group = {"params": list(model.parameters()), "name": "parameters"}
+    assert split_params_into_different_moe_groups_for_optimizer(group) == [group]
+    assert has_moe_layers(model) == (False, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = WarmupLR(optimizer, warmup_max_lr=0.5, warmup_num_steps=2, warmup_type="linear")
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [0.0]
+    with pytest.raises(ValueError, match="warmup_steps"):
+        WarmupLR(optimizer, warmup_steps=2)
+    with pytest.raises(ValueError, match="load_state_dict"):
+        WarmupLR(optimizer, last_batch_iteration=7)

@@ -1,6 +1,5 @@
 """`deferred_update`: `step()` returns before the host has updated the weights, and nobody can tell from any bit."""
 
-import _thread
 import os
 import subprocess
 import sys
@@ -304,23 +303,6 @@ def test_a_thread_that_does_not_begin_leaves_nobody_waiting() -> None:
     with pytest.raises(GeminiError, match="did not begin: Boom: can't start new thread"):
         wait_on_host(*model.chunk_manager.chunks[0].homes.values())
     model.close()
-
-
-def test_an_interrupt_while_waiting_loses_nothing() -> None:
-    with slow_updates.installed() as slow:
-        model, optimizer = wrapped()
-        mlp.loss_of(model, 1).backward()
-        with slow.held():
-            optimizer.step()
-            timers = threading.Timer(0.2, _thread.interrupt_main), threading.Timer(0.5, slow.may_begin.set)
-            for timer in timers:
-                timer.start()
-            with pytest.raises(KeyboardInterrupt):
-                mlp.loss_of(model, 2)
-            for timer in timers:
-                timer.join()
-        mlp.train_step(model, optimizer, 2)
-        assert_as_plain(model, 3)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -102,3 +102,12 @@ def test_what_no_config_should_raise_is_told_to_all(rank: int, world_size: int) 
 def test_a_rank_without_a_config_is_told_to_all(rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match=r"initialize\(\) needs one config"):
         deepspeed.initialize(model=build(), config=GOOD if rank else None)
+
+
+@on_ranks(2)
+def test_each_node_may_have_a_scratch_folder_of_its_own_name(rank: int, world_size: int) -> None:
+    """Two names of one folder here; a GPU cluster has one of each job or host."""
+    folder = tempfile.gettempdir() + "/." * rank
+    engine, *_ = gemini.initialize(build(), config={**GOOD, "disk_path": folder}, verbose=False)
+    assert str(engine.model.settings.disk_path) == folder
+    engine.close()

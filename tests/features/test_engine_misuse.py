@@ -1,5 +1,6 @@
 """What an engine and a trainer say where they are used in another way than they are meant."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -201,3 +202,16 @@ def test_a_generator_is_used_up_by_the_first_epoch() -> None:
 def test_a_hook_is_an_object() -> None:
     with pytest.raises(TypeError, match="found the class Loss: make one"):
         Trainer(engine_of()).fit(PAIRS, 1, hooks=[Loss])  # type: ignore[list-item]
+
+
+def test_a_criterion_with_parameters_of_its_own_is_told() -> None:
+    class Weighted(nn.Module):
+        def __init__(self, trains: bool) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4), requires_grad=trains)
+
+    with pytest.warns(UserWarning, match="criterion has parameters of its own, scale, which the engine does not train"):
+        gemini.initialize(nn.Linear(4, 4), criterion=Weighted(True), config={}, verbose=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gemini.initialize(nn.Linear(4, 4), criterion=Weighted(False), config={}, verbose=False)

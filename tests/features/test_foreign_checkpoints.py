@@ -1,5 +1,6 @@
 """Checkpoints that DeepSpeed and FSDP2 have written themselves become ours, and training goes on from them."""
 
+import json
 import os
 import pickle
 import shutil
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -192,3 +193,84 @@ def test_deepspeeds_functions_for_fp32_weights_read_its_folders_and_ours(name: s
         assert torch.equal(torch.load(out / "pytorch_model.bin", weights_only=True)["up.bias"], wanted["up.bias"])
         model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Model(), folder)
         assert torch.equal(model.up.bias.detach(), wanted["up.bias"])
+
+
+class _Causal(nn.Module):
+    """As Hugging Face's causal language models: a child of the name `model`, and children that share a child's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.a = nn.ModuleDict({"model": nn.Linear(4, 4)})
+        self.b = nn.ModuleDict({"model": nn.Linear(4, 4)})
+
+
+@pytest.mark.parametrize("nested", ["itself", "model", "app", "optimizer", "wrapped"])
+@pytest.mark.parametrize("has_paths", [True, False])
+def test_names_of_dcps_folders_are_those_of_the_state_dict(nested: str, has_paths: bool, tmp_path: Path) -> None:
+    plain = _Causal()
+    state: dict[str, Any] = dict(plain.state_dict())
+    if nested == "wrapped":
+        state = {"model": {f"module.{name}": value for name, value in state.items()}}
+    elif nested == "optimizer":
+        own = torch.optim.AdamW(plain.parameters())
+        sum(parameter.square().sum() for parameter in plain.parameters()).backward()
+        own.step()
+        state = dict(zip(("model", "optim"), get_state_dict(plain, own), strict=True))
+    elif nested != "itself":
+        state = {"app": {"model": state}} if nested == "app" else {"model": state}
+    state_dict_saver.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    if not has_paths:
+        path = tmp_path / "theirs" / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        metadata.planner_data = None
+        path.write_bytes(pickle.dumps(metadata))
+    found = read_foreign(tmp_path / "theirs")
+    for name, value in plain.state_dict().items():
+        assert torch.equal(found.tensors[f"model.{name}"].read(), value), name
+        if nested == "optimizer":
+            assert found.optimizer is not None and found.optimizer.states[name] == ["exp_avg", "exp_avg_sq"]
+    assert {fact.name for fact in found.parameters} == {*plain.state_dict()}
+
+
+def test_two_values_of_one_name_and_missing_files_of_dcp_are_refused(tmp_path: Path) -> None:
+    one = {"model": {"weight": torch.ones(2)}, "module": {"weight": torch.zeros(2)}}
+    state_dict_saver.save(one, checkpoint_id=tmp_path / "two", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"two tensors of the name 'model\.weight'"):
+        read_foreign(tmp_path / "two")
+    state_dict_saver.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "lacks", no_dist=True)
+    next((tmp_path / "lacks").glob("*.distcp")).unlink()
+    with pytest.raises(CheckpointError, match=r"lacks __0_0\.distcp"):
+        read_foreign(tmp_path / "lacks")
+
+
+def test_a_folder_of_hugging_faces_is_read_by_its_index(tmp_path: Path) -> None:
+    values = {"a": torch.ones(2), "b": torch.zeros(3)}
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name, key in zip(names, values, strict=True):
+        save_file({key: values[key]}, tmp_path / name)
+    save_file({"a": torch.full((2,), 7.0)}, tmp_path / "consolidated.safetensors")
+    with pytest.raises(CheckpointError, match=r"two tensors of the name 'a', in consolidated.*model-00001"):
+        read_foreign(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict(zip(values, names, strict=True))}))
+    found = read_foreign(tmp_path)
+    assert all(torch.equal(found.tensors[f"model.{key}"].read(), value) for key, value in values.items())
+    index.write_text(json.dumps({"weight_map": {"a": names[0], "b": names[0]}}))
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors lacks b"):
+        read_foreign(tmp_path)
+    index.write_text(json.dumps({"weight_map": dict(zip(values, names, strict=True))}))
+    (tmp_path / names[1]).unlink()
+    for _ in range(2):  # by the index, and by the numbers in the names
+        with pytest.raises(CheckpointError, match=rf"lacks {names[1]}"):
+            read_foreign(tmp_path)
+        index.unlink(missing_ok=True)
+
+
+def test_sparse_tensors_and_the_old_format_of_torch_are_refused_by_what_they_are(tmp_path: Path) -> None:
+    torch.save({"a": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
+    with pytest.raises(CheckpointError, match=r"a is a sparse tensor \(torch\.sparse_coo\).*to_dense"):
+        read_foreign(tmp_path / "sparse.pt")
+    torch.save({"a": torch.eye(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"format of torch\.save before torch 1\.6.*write it again"):
+        read_foreign(tmp_path / "old.pt")

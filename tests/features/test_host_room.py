@@ -1,14 +1,15 @@
 """Host memory is read again where training needs more of it than was free when the model was wrapped."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gemini import BudgetError, ShardedModel, ShardedOptimizer
+from gemini import BudgetError, ShardedModel, ShardedOptimizer, state_hash
 from tests.harness.machine import host_with
 from tests.harness.on_ranks import gathered, on_ranks
-from tests.zoo.mlp import CHUNK_NUMEL, Mlp, adam, assert_same, build, train_step, weights_of
+from tests.zoo.mlp import CHUNK_NUMEL, LAYERS, Mlp, adam, assert_same, build, loss_of, placed, train_step, weights_of
 
 ON_HOST: dict[str, Any] = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
 ENOUGH = 10**9
@@ -128,3 +129,112 @@ def test_gradients_that_pass_through_the_host_are_counted_before_a_step(rank: in
         model(torch.ones(4, 16)).square().mean().backward()
         optimizer.step()
     assert model.chunk_manager.memory.host.ledger.peak_bytes == needed
+
+
+# -- A host that is bounded to the byte: what steps may need beside the plan is there, or refused before the first one.
+
+NUMEL = CHUNK_NUMEL * LAYERS
+HALF = torch.bfloat16
+
+
+def trained_in(model: ShardedModel, optimizer: ShardedOptimizer, rank: int, micro_batches: tuple[int, ...]) -> str:
+    for step, number in enumerate(micro_batches):
+        for micro in range(number):
+            optimizer.backward(loss_of(model, 20 * step + 2 * micro + rank, HALF))
+        optimizer.step()
+    found = state_hash(model, optimizer)
+    bound = model.settings.budget_bytes("host_memory")
+    assert bound is None or model.chunk_manager.memory.host.ledger.peak_bytes <= bound
+    model.close()
+    return found
+
+
+@on_ranks(1, 2)
+@pytest.mark.filterwarnings("ignore:reuse_fp16_shard=True")
+@pytest.mark.parametrize("options", [{}, {"tensor_placement_policy": "cpu", "reuse_fp16_shard": True}], ids=["", "cpu"])
+def test_a_backward_that_nobody_has_announced_has_room_on_a_host_as_small_as_the_plan(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    """Or training is refused before its first step, with the bytes that are enough."""
+    device = {} if options else {"model_data_memory": 10 * NUMEL // world_size}
+
+    def made(**more: Any) -> tuple[ShardedModel, ShardedOptimizer]:
+        model = ShardedModel(build(), **placed(dtype=HALF, **device, **options, **more))
+        return model, ShardedOptimizer(model, adam(model.parameters()))
+
+    model, optimizer = made()
+    at_rest, wanted = model.plan.host_bytes, trained_in(model, optimizer, rank, (2, 1, 2, 2, 1, 3))
+    words = "a second backward in a step takes .*: gradient_accumulation_steps=1 says that there is none"
+    with pytest.raises(BudgetError, match=words) as refused:
+        made(host_memory=at_rest)
+    needed = refused.value.needed_bytes
+    assert refused.value.tier == "host" and needed is not None
+    assert trained_in(*made(host_memory=needed), rank, (2, 1, 2, 2, 1, 3)) == wanted
+    alone = trained_in(*made(host_memory=at_rest, gradient_accumulation_steps=1), rank, (1, 1))
+    assert alone == trained_in(*made(), rank, (1, 1))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("factor", [4, 6])
+def test_a_disk_leaves_room_for_a_backward_that_nobody_has_announced(
+    rank: int, world_size: int, factor: int, tmp_path: Path
+) -> None:
+    device = {"model_data_memory": 8 * NUMEL // world_size}
+    found = []
+    for disk in ({}, {"disk_path": tmp_path, "host_memory": factor * NUMEL // world_size}):
+        model = ShardedModel(build(), **placed(dtype=HALF, **device, **disk))
+        found.append(trained_in(model, ShardedOptimizer(model, adam(model.parameters())), rank, (1, 2, 1, 1, 2)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_layers_are_frozen_in_turns_while_the_host_is_full(has_disk: bool, tmp_path: Path) -> None:
+    """States that change places with others on a full device take turns."""
+    found = []
+    for host_memory in (None, 4 * NUMEL):
+        disk = {"disk_path": tmp_path} if has_disk else {}
+        model = ShardedModel(build(), **placed(model_data_memory=12 * NUMEL, host_memory=host_memory, **disk))
+        optimizer = ShardedOptimizer(model, adam(model.parameters()))
+        for step in range(6):
+            model.module.layers[step // 2].requires_grad_(step % 2 == 0)
+            train_step(model, optimizer, step)
+        found.append(state_hash(model, optimizer))
+        model.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_parameters_that_join_a_group_later_keep_their_gradients_on_a_full_device(in_backward: bool) -> None:
+    """Also where the backward uses the others up, and has no homes for any in its plan."""
+    found = []
+    for factor in (None, *range(10, 20)):
+        budget = None if factor is None else factor * NUMEL
+        model = ShardedModel(build(), **placed(model_data_memory=budget, update_in_backward=in_backward))
+        parameters = list(model.parameters())
+        optimizer = ShardedOptimizer(model, adam(parameters[:-4]))
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": parameters[-4:]})
+            loss_of(model, step).backward()
+            optimizer.step()
+        found.append(state_hash(model, optimizer))
+        model.close()
+    assert len(set(found)) == 1
+
+
+def test_a_host_without_room_for_gradients_of_parameters_in_no_group_is_refused_at_once() -> None:
+    def made(host_memory: int) -> tuple[ShardedModel, ShardedOptimizer]:
+        where = {"tensor_placement_policy": "cpu", "host_memory": host_memory}
+        model = ShardedModel(build(), **placed(update_in_backward=True, **where))
+        return model, ShardedOptimizer(model, adam(list(model.parameters())[:-4]))
+
+    at_rest = 4 * NUMEL + 8 * CHUNK_NUMEL * (LAYERS - 2)
+    with pytest.raises(BudgetError, match="of parameters in no param group, which update_in_backward=True") as refused:
+        made(at_rest)
+    needed = refused.value.needed_bytes
+    assert needed == at_rest + 2 * 4 * CHUNK_NUMEL
+    model, optimizer = made(needed)
+    for step in range(3):
+        train_step(model, optimizer, step)
+    assert model.chunk_manager.memory.host.ledger.peak_bytes == needed
+    model.close()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from gemini import ShardedModel, ShardedOptimizer, UnsupportedError, ZeroInitContext, estimate_memory
 from gemini.engine.config import load_config
@@ -98,3 +99,34 @@ def test_an_estimate_counts_no_chunks_for_them() -> None:
         estimate_memory(build(), chunk_size=CHUNK_NUMEL, ignored_parameters=names) for names in ((), IGNORED)
     )
     assert whole.state_bytes - some.state_bytes == 16 * (CHUNK_NUMEL + 256), "a layer and a bias, with their padding"
+
+
+def test_a_quantised_weight_that_is_ignored_stays_as_it_is() -> None:
+    """Such a tensor has no memory of its own, as torchao's int8 tensors beside adapters."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = torch.randn(8, 8)
+            self.base = nn.Linear(8, 8, bias=False)
+            self.base.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+            self.down, self.up = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.zeros(2, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            base = self.base(x)
+            return getattr(base, "a", base) + x @ self.down @ self.up
+
+    def trained(wraps: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(Adapted(), nn.GELU(), Adapted())
+        model: nn.Module = ShardedModel(module, ignored_parameters=["*base.weight"]) if wraps else module
+        plain = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        optimizer: Any = ShardedOptimizer(model, plain) if isinstance(model, ShardedModel) else plain
+        for _ in range(2):
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: each.detach().clone() for name, each in module.named_parameters() if each.requires_grad}
+
+    expected, found = trained(False), trained(True)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

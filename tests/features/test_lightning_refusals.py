@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import lightning.fabric
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -182,3 +183,8 @@ def test_the_names_of_lightnings_that_are_used_are_there() -> None:
 def test_the_example_in_the_docstring_runs() -> None:
     (example,) = doctest.DocTestFinder(recurse=False).find(GeminiStrategy, globs={**vars(integration), "pl": pl})
     assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_fabric_is_told_what_to_use() -> None:
+    with pytest.raises(ValueError, match=r"Fabric leaves strategy= out and takes gemini.ShardedModel"):
+        lightning.fabric.Fabric(accelerator="cpu", devices=1, strategy=GeminiStrategy(stage=3))

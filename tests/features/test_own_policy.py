@@ -95,6 +95,16 @@ BAD: dict[str, tuple[Changed, type[Exception], str]] = {
         ValueError,
         "keeps a slot for chunk 2, whose",
     ),
+    "a gradient on the disk": (
+        Changed(lambda homes: ({**homes[0], Kind.GRAD: Tier.DISK}, *homes[1:])),
+        ValueError,
+        "gradient of chunk 0 onto the disk, where no gradient rests: choose device or host",
+    ),
+    "a disk that nobody has named": (
+        Changed(lambda homes: (*homes[:-1], {**homes[-1], Kind.OPTIM: Tier.DISK})),
+        ValueError,
+        f"optim of chunk {LAYERS - 1} onto the disk, and the model has none: name its folder with disk_path=",
+    ),
     "no placement": (Changed(then=lambda placement: None), TypeError, "must return a Placement, found NoneType"),
 }
 
@@ -110,6 +120,27 @@ def test_a_bad_answer_is_told_before_anything_is_taken(rank: int, world_size: in
         wrap(policy, module)
     assert [parameter.data_ptr() for parameter in module.parameters()] == memory
     wrap("auto", module).close()
+
+
+@on_ranks(1, 2)
+def test_a_policy_may_answer_the_disk(rank: int, world_size: int, tmp_path: Path) -> None:
+    """No bit differs; weights that a step makes whole are not for it, nor more than `disk_memory`."""
+
+    def on_disk(*kinds: Kind) -> Changed:
+        return Changed(lambda homes: tuple({**its, **dict.fromkeys(kinds, Tier.DISK)} for its in homes))
+
+    found = [train("auto", rank)[1]]
+    for kinds in ((Kind.OPTIM,), (Kind.OPTIM, Kind.PARAM)):
+        model = wrap(on_disk(*kinds), disk_path=tmp_path)
+        found.append(train_while(model, ShardedOptimizer(model, adam(model.parameters())), rank, steps=4))
+        assert model.plan.placement.disk_bytes(model.plan.demand) > 0
+        model.close()
+    assert found[0] == found[1] == found[2]
+    with pytest.raises(BudgetError, match="Allow more with disk_memory="):
+        wrap(on_disk(Kind.PARAM), disk_path=tmp_path, disk_memory=100)
+    if world_size > 1:
+        with pytest.raises(ValueError, match="parameters of chunk 0 onto the disk, and its may_be_on_disk is False"):
+            wrap(on_disk(Kind.PARAM), disk_path=tmp_path, stage=2)
 
 
 @on_ranks(1, 2)

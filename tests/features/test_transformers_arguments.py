@@ -339,3 +339,20 @@ def test_the_private_names_that_are_used_are_these_and_there() -> None:
 def test_every_name_of_the_integration_is_documented() -> None:
     for name in ("ShardedTraining", "Trainer", "Seq2SeqTrainer"):
         assert getattr(integration, name).__doc__
+
+
+def test_updates_in_the_backward_train_without_clipping_and_log_the_norm(tmp_path: Path) -> None:
+    found = []
+    for in_backward in (False, True):
+        each = trainer(
+            tmp_path,
+            sharded={**SHARDED, "update_in_backward": in_backward},
+            gradient_accumulation_steps=1,
+            max_grad_norm=0,
+        )
+        each.train()
+        found.append((logged(each, "grad_norm"), state_hash(each.sharded_model)))
+    assert found[0] == found[1]
+    clipped = trainer(tmp_path, sharded={**SHARDED, "update_in_backward": True}, gradient_accumulation_steps=1)
+    with pytest.raises(ValueError, match=r"max_grad_norm=0.5\), where 0 does not clip, needs all gradients"):
+        clipped.train()

@@ -215,6 +215,16 @@ def test_ranks_generate_as_they_like_with_gathered_weights(rank: int, world_size
         each.sharded_model.close()
 
 
+@on_ranks(2)
+def test_ranks_that_name_the_folder_by_their_own_clock_write_into_that_of_rank_0(rank: int, world_size: int) -> None:
+    with shared_folder() as folder:
+        each = trainer(folder / f"run_00-00-0{rank}", max_steps=1, save_steps=1, save_strategy="steps")
+        each.train()
+        assert each.args.output_dir == str(folder / "run_00-00-00")
+        assert (folder / "run_00-00-00" / "checkpoint-1").is_dir()
+        each.model_wrapped.close()
+
+
 def _lengths(prediction: Any) -> dict[str, float]:
     return {"lengths": float((prediction.predictions > 0).sum())}
 

@@ -10,6 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from gemini import ShardedModel
 from gemini.integrations.trl import DPOTrainer, SFTTrainer
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.shared_folder import shared_folder
@@ -52,12 +53,15 @@ def sft(kind: Any, folder: Path, batch: int, **more: Any) -> Any:
     return kind(model=llama(), args=args, train_dataset=data, processing_class=tokenizer(), **more)
 
 
-def dpo(kind: Any, folder: Path, batch: int, **more: Any) -> Any:
+def preferences() -> Dataset:
     pairs = {"prompt": [f"w{n} w{n + 1}" for n in range(24)], "chosen": [f" w{n + 2} w{n + 3}" for n in range(24)]}
-    data = Dataset.from_dict({**pairs, "rejected": [f" w{n + 5} w{n + 9}" for n in range(24)]})
-    args = trl.DPOConfig(**settings(folder, batch))
+    return Dataset.from_dict({**pairs, "rejected": [f" w{n + 5} w{n + 9}" for n in range(24)]})
+
+
+def dpo(kind: Any, folder: Path, batch: int, said: dict[str, Any] | None = None, **more: Any) -> Any:
+    args = trl.DPOConfig(**settings(folder, batch), **(said or {}))
     more = {"ref_model": llama(), **more}
-    return kind(model=llama(), args=args, train_dataset=data, processing_class=tokenizer(), **more)
+    return kind(model=llama(), args=args, train_dataset=preferences(), processing_class=tokenizer(), **more)
 
 
 def train(trainer: Any) -> list[float]:
@@ -95,3 +99,72 @@ def test_two_ranks_train_one_model(rank: int, world_size: int, what: str) -> Non
         assert trainer.sharded_model.world_size == 2 and len(losses) == 3
         sums = [float(value.double().sum()) for value in trainer.sharded_model.state_dict().values()]
         assert gathered(sums)[0] == gathered(sums)[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "said", [{"sync_ref_model": True, "ref_model_sync_steps": 1}, {"precompute_ref_log_probs": True}]
+)
+def test_a_reference_model_follows_and_is_computed_before_as_with_plain_trl(
+    tmp_path: Path, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = train(dpo(trl.DPOTrainer, tmp_path, 2, said))
+    assert train(dpo(DPOTrainer, tmp_path, 2, said, **WHERE)) == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trainers_take_their_arguments_by_position(tmp_path: Path) -> None:
+    expected = train(dpo(trl.DPOTrainer, tmp_path, 2))
+    model, args = llama(), trl.DPOConfig(**settings(tmp_path, 2))
+    reference = llama()
+    trainer = DPOTrainer(model, reference, args, None, preferences(), processing_class=tokenizer(), **WHERE)
+    assert trainer.args is args and trainer.ref_model.module is reference
+    assert train(trainer) == expected
+    with pytest.raises(TypeError, match="multiple values for argument 'args'"):
+        DPOTrainer(llama(), reference, args, args=args)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(trl.SFTTrainer, SFTTrainer), (trl.DPOTrainer, DPOTrainer)], ids=["sft", "dpo"]
+)
+def test_without_args_a_trainer_has_its_own_defaults(
+    tmp_path: Path, theirs: Any, ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    texts = preferences() if theirs is trl.DPOTrainer else Dataset.from_dict({"text": ["w1 w2 w3"] * 4})
+    more_of_dpo = {"ref_model": llama()} if theirs is trl.DPOTrainer else {}
+    made = [
+        kind(llama(), **more_of_dpo, train_dataset=texts, processing_class=tokenizer(), **more)
+        for kind, more in ((theirs, {}), (ours, WHERE))
+    ]
+    expected, found = (trainer.args for trainer in made)
+    assert type(found) is type(expected)
+    of_run = ("logging_dir", "run_name")  # of the moment
+    assert [
+        name for name, value in expected.to_dict().items() if name not in of_run and found.to_dict()[name] != value
+    ] == []
+    assert made[1].sharded_model.settings.dtype[""] is torch.bfloat16  # TRL's own default
+
+
+@on_ranks(1, 2)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bound", [{}, {"device_memory": "300KB"}], ids=["no budget", "budget"])
+def test_a_reference_model_is_sharded_and_frozen(rank: int, world_size: int, bound: dict[str, Any]) -> None:
+    where = {"device": "emulated", "chunk_size": 2048, **bound}
+    with shared_folder() as folder:
+        trainer = dpo(DPOTrainer, folder, 2, **where)
+        reference = trainer.ref_model
+        assert isinstance(reference, ShardedModel) and reference.world_size == world_size
+        assert not any(each.requires_grad for each in reference.parameters())
+        train(trainer)
+    ledgers = reference.chunk_manager.memory.device.ledger, reference.chunk_manager.memory.host.ledger
+    numel = sum(each.numel() for each in reference.parameters())
+    # fp32 weights once over the ranks, with the paddings of small chunks, and no state of an optimizer
+    assert sum(ledger.peak_by_kind["param"] for ledger in ledgers) <= 4 * numel / world_size * 1.1
+    assert not any(ledger.peak_by_kind[kind] for ledger in ledgers for kind in ("grad", "master", "optim"))
+    if bound:
+        # The budget is that of the model that trains; beside it there are the fewest slots.
+        assert ledgers[0].peak_bytes == reference.plan.packed_minimum_bytes

@@ -145,8 +145,10 @@ def test_a_gradient_is_used_before_the_backward_ends() -> None:
     mlp.loss_of(model, 0).backward()
     changed = [not torch.equal(now, was) for now, was in zip(seen, before, strict=True)]
     assert changed == [False, True, True, True, True, True]
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())  # as without the setting
+    assert not any(Kind.GRAD in chunk.homes for chunk in model.chunk_manager.chunks)
     optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert optimizer.last_step is not None and optimizer.last_step.grad_norm > 0
 
 
@@ -262,7 +264,7 @@ class Routed(nn.Module):
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("chunk_numel", [512, 1024, 4096])
 def test_ranks_that_use_other_parts_update_alike(rank: int, world_size: int, stage: int, chunk_numel: int) -> None:
-    """With a forward and a state dict between backward and step, which are collectives."""
+    """With a forward and a state dict after each step, which are collectives."""
     found = []
     routes = [((0, 1, 2, 3), (0, 2)), ((0, 1, 2, 3), (0, 1, 2)), ((3,), (0, 1, 2, 3)), ((0, 1, 2, 3), (0, 1, 2, 3))]
     for in_backward in (False, True):
@@ -274,10 +276,10 @@ def test_ranks_that_use_other_parts_update_alike(rank: int, world_size: int, sta
         for step, used in enumerate(routes):
             model.module.mixture.used = used[rank]
             mlp.loss_of(model, 2 * step + rank).backward()
+            optimizer.step()
             with torch.no_grad():
                 mlp.loss_of(model, 9)
             model.state_dict()
-            optimizer.step()
         found.append((state_hash(model, optimizer), float(optimizer.grad_norm or 0)))
         model.close()
     assert found[0] == found[1]
@@ -326,26 +328,6 @@ def test_a_chunk_that_comes_in_part_after_it_came_whole_is_refused(rank: int, wo
 
 
 @on_ranks(2)
-def test_a_forward_that_fails_between_backward_and_step_loses_nothing(rank: int, world_size: int) -> None:
-    model, optimizer = mlp.sharded("cpu", update_in_backward=True)
-    reference, its = mlp.plain()
-    mlp.loss_of(model, 0).backward()
-
-    def fails(*arguments: Any) -> None:
-        raise ValueError("the script has failed")
-
-    handle = model.layers[1].register_forward_hook(fails)
-    with pytest.raises(ValueError, match="the script has failed"), torch.no_grad():
-        mlp.loss_of(model, 9)
-    handle.remove()
-    optimizer.step()
-    mlp.train_step(model, optimizer, 1)
-    for step in range(2):
-        mlp.train_step(reference, its, step)
-    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
-
-
-@on_ranks(2)
 def test_where_it_has_no_effect_a_gradient_that_is_not_finite_skips_the_step(rank: int, world_size: int) -> None:
     model = ShardedModel(mlp.build(), **mlp.placed(stage=2, update_in_backward=True))
     optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()), clip_grad_norm=1.0)
@@ -381,11 +363,8 @@ def test_an_edit_after_the_update_changes_what_was_edited(place: str) -> None:
         weight = model.layers[2].weight
         weight.data[0, 0] = 0.25  # from here on the library knows what the weights were
         mlp.loss_of(model, 1, torch.bfloat16).backward()
-        if not in_backward:
-            optimizer.step()
+        optimizer.step()
         weight.data[1, 1] = 0.5
-        if in_backward:
-            optimizer.step()
         mlp.train_step(model, optimizer, 2, torch.bfloat16)
         found.append(state_hash(model, optimizer))
     assert found[0] == found[1]
@@ -470,6 +449,10 @@ def _clips(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
     optimizer.clip_grad_norm_(1.0)
 
 
+def _clips_by_largest(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+    optimizer.clip_grad_norm_(math.inf, norm_type=math.inf)
+
+
 def _discards(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
     optimizer.zero_grad()
 
@@ -495,12 +478,13 @@ def _sets(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
 
 
 REFUSED = {
-    _again: "a second backward before optimizer.step",
+    _again: "a forward between backward.. and step.. is not possible: update_in_backward=True has updated layers.0",
     _unsynced: "under no_sync",
-    _clips: "clip_grad_norm_.. needs all gradients",
-    _discards: "gradients are discarded after backward",
-    _discards_of_the_model: "gradients are discarded after backward",
-    _discards_one: "gradients are discarded after backward",
+    _clips: r"clip_grad_norm_.1, norm_type=2. needs all gradients",
+    _clips_by_largest: r"clip_grad_norm_.inf, norm_type=inf. needs all gradients",
+    _discards: "discarding gradients between backward",
+    _discards_of_the_model: "discarding gradients between backward",
+    _discards_one: "discarding gradients between backward",
     _changes_the_rate: "hyperparameters were changed between backward",
     _sets: "gradient of 'layers.0.weight' cannot be set",
 }
@@ -572,20 +556,33 @@ def test_weights_that_are_needed_again_are_refused(make: Callable[[], nn.Module]
         model(x)
 
 
+def _fails(grad: Tensor) -> Tensor:
+    raise RuntimeError("a hook has failed")
+
+
 @on_ranks(1, 2)
 def test_a_backward_that_fails_half_way_leaves_no_model_to_go_on_with(rank: int, world_size: int) -> None:
     model, optimizer = mlp.sharded("cpu", update_in_backward=True)
     mlp.train_step(model, optimizer, 0)
-
-    def fails(grad: Tensor) -> Tensor:
-        raise RuntimeError("a hook has failed")
-
-    handle = model.layers[0].weight.register_hook(fails)
+    handle = model.layers[0].weight.register_hook(_fails)
     with pytest.raises(RuntimeError, match="a hook has failed"):
         mlp.loss_of(model, 1).backward()
     handle.remove()
     with pytest.raises(GeminiError, match=r"failed half way .*update_in_backward"):
         mlp.train_step(model, optimizer, 1)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("discards", [_discards, _discards_of_the_model, _discards_one])
+def test_discarding_gradients_after_a_backward_that_failed_says_that_the_model_is_torn(
+    rank: int, world_size: int, discards: Callable[[ShardedModel, ShardedOptimizer], None]
+) -> None:
+    model, optimizer = mlp.sharded("cpu", update_in_backward=True)
+    model.layers[0].weight.register_hook(_fails)
+    with pytest.raises(RuntimeError, match="a hook has failed"):
+        mlp.loss_of(model, 1).backward()
+    with pytest.raises(GeminiError, match=r"failed half way .*update_in_backward.*load a checkpoint"):
+        discards(model, optimizer)
 
 
 def test_a_refused_backward_has_changed_nothing() -> None:

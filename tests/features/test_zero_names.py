@@ -244,3 +244,39 @@ def test_outside_slurm_its_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     with pytest.raises(RuntimeError, match=r"SLURM_PROCID.* not set: start the script with srun"):
         gemini.launch_from_slurm()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("shards", [True, False])
+def test_the_context_tells_how_many_elements_were_built(rank: int, world_size: int, shards: bool) -> None:
+    with gemini.ZeroInitContext(target_device="cpu", shard_param=shards) as context:
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    assert context.model_numel_tensor.item() == 72 + 18
+    assert gemini.ZeroInitContext().model_numel_tensor.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("GeminiDDP", "use gemini.ShardedModel"),
+        ("ZeroDDP", "use gemini.ShardedModel"),
+        ("ShardedModelV2", "use gemini.ShardedModel"),
+        ("ShardedOptimizerV2", "use gemini.ShardedOptimizer"),
+        ("GeminiAdamOptimizer", "gemini.HybridAdam"),
+        ("ColoInitContext", "use gemini.ZeroInitContext"),
+        ("get_current_device", r"use gemini.current_device\(\)"),
+        ("Booster", "use gemini.initialize"),
+    ],
+)
+def test_a_name_of_colossals_says_what_to_use(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=rf"'gemini' has no attribute '{name}': .*{words}"):
+        getattr(gemini, name)
+    with pytest.raises(ImportError, match=words):
+        exec(f"from gemini import {name}", {})
+
+
+def test_another_name_is_pythons_own_error() -> None:
+    with pytest.raises(AttributeError, match=r"module 'gemini' has no attribute 'nothing_of_theirs'$"):
+        _ = gemini.nothing_of_theirs
+    with pytest.raises(ImportError, match="cannot import name 'nothing_of_theirs'"):
+        exec("from gemini import nothing_of_theirs", {})

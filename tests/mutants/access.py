@@ -142,7 +142,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas keep the gradients that their ranks wrote",
-        "GradientAccess.set_of_each_rank",
+        "FlatAccess.set_of_each_rank",
         "if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:",
         "if False:",
         "tests/features/test_gradient_writes.py::test_ranks_that_write_different_values_keep_one_model",

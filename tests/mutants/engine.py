@@ -203,7 +203,7 @@ MUTANTS = [
     Mutant(
         "what another engine's backward brought is no micro-batch",
         "Engine.backward",
-        "engine._count(whole, divisor)",
+        "engine._count(whole, divisor, is_own=False)",
         "pass",
         "tests/features/test_chained_engines.py::test_two_engines_in_a_chain_train_as_two_plain_modules[1rank-1-free]",
     ),

@@ -205,8 +205,8 @@ MUTANTS = [
     ),
     Mutant(
         "a rank without a gradient leaves its place in the order",
-        "AccumulateAndReduce.left_open",
-        "order.order[self._next_in_order :]",
+        "AccumulateAndReduce.left_in_order",
+        "self._order.order[self._next_in_order :]",
         "()",
         PAIRS,
     ),

@@ -200,6 +200,23 @@ MUTANTS = [
         "tests/features/test_update_in_backward.py::test_bits_do_not_tell_that_the_backward_has_updated",
     ),
     Mutant(
+        "a branch that ranks leave out for once counts as a part",
+        "AccumulateAndReduce._note_parts",
+        "any(missing) and (has_some or is_first)",
+        "any(missing)",
+        "tests/features/test_update_in_backward_between.py::test_so_it_is_on_several_ranks",
+    ),
+    Mutant(
+        "gradients that the backward has used are not shown",
+        "WholeGradient._check",
+        """self._grads.refuse_updated(
+            f"a use of the gradient of {self.managed.name!r}, which a hook sees in the backward (register_hook),",
+            self.managed.chunk,
+        )""",
+        "pass",
+        "tests/features/test_update_in_backward_between.py::test_what_needs_weights_or_gradients_from_before_is_refused_and_loses_nothing",
+    ),
+    Mutant(
         "a gradient waits for the thread in its slot",
         "ChunkUpdates.use",
         "self._on_host.copy(gradient)",
@@ -257,9 +274,9 @@ MUTANTS = [
     ),
     Mutant(
         "a checksum outlives a write through the mapping",
-        "DiskTier._check",
-        "(written_version, length) == (version, len(data))",
-        "length == len(data)",
+        "_RangeOfFile._keep",
+        "self._version != version",
+        "self._version < 0",
         "tests/features/test_disk.py::test_checksums_know_what_was_written_in_another_way",
     ),
     Mutant(

@@ -237,9 +237,9 @@ MUTANTS = [
     ),
     Mutant(
         "a schedule of the plain optimizer does not see groups that are added",
-        "ShardedOptimizer.__init__",
-        "optimizer.param_groups = self.param_groups",
-        "optimizer.param_groups = list(self.param_groups)",
+        "GivenOptimizer.take_for",
+        "self._shown = cast(Any, sharded).shown_groups",
+        "self._shown = ShownGroups([*sharded.param_groups])",
         "tests/features/test_param_groups.py::test_a_schedule_of_the_plain_optimizer_moves_groups_that_are_added",
     ),
 ]

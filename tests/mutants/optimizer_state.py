@@ -19,7 +19,7 @@ MUTANTS = [
     ),
     Mutant(
         "a momentum buffer that is None is so for ever",
-        "_load_entry",
+        "load_entry",
         "if value is None:\n    continue",
         "",
         "tests/features/test_state_dict_forms.py::test_a_momentum_buffer_that_is_none_is_made_by_the_next_step",
@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "the state of a frozen parameter shows None",
         "_ParameterState.__getitem__",
-        "return kept_optimizer_state(self._parameter, name)",
-        "return kept_optimizer_state(self._parameter, name) if self._parameter.requires_grad else None",
+        "kept_optimizer_state(managed.parameter, name)",
+        "kept_optimizer_state(managed.parameter, name) if managed.parameter.requires_grad else None",
         "tests/features/test_state_dicts.py::test_an_optimizers_state_is_a_view_by_parameter",
     ),
     Mutant(

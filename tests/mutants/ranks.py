@@ -69,8 +69,8 @@ MUTANTS = [
     Mutant(
         "a replay overlooks the position",
         "ScheduleReplay.matches",
-        "expected[position] == collective",
-        "expected[position].chunk == collective.chunk",
+        "expected[position : position + 1] == [collective]",
+        "[each.chunk for each in expected[position : position + 1]] == [collective.chunk]",
         "tests/pure/test_replay.py",
     ),
     Mutant(

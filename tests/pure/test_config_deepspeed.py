@@ -374,3 +374,46 @@ def test_every_mapped_key_names_a_field() -> None:
     fields = set(_field_names(Config))
     targets = {key.effect.to.removesuffix(".*") for key in TABLE.keys if isinstance(key.effect, MappedTo)}
     assert {target for target in targets if target not in fields} <= {"optimizer.params.adamw_mode"}
+
+
+@pytest.mark.parametrize(
+    "own", [{"device_memory": "64MiB"}, {"gemini": {"device_memory": "64MiB"}}], ids=["key", "section"]
+)
+def test_budgets_stand_beside_deepspeeds_keys(own: dict[str, Any]) -> None:
+    theirs = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    for zero in ({}, {"zero_optimization": {"stage": 2}}):
+        found = load_config({**theirs, **zero, **own}, prefers="deepspeed")
+        expected = load_config({**theirs, **zero}, prefers="deepspeed")
+        assert found.settings().device_memory == 64 * 2**20
+        assert found.optimizer == expected.optimizer and found.stage == expected.stage
+
+
+def test_a_section_of_our_keys_is_checked_and_may_not_contradict() -> None:
+    zero = {"zero_optimization": {"stage": 2}}
+    with pytest.raises(ConfigError, match=r"gemini.stage=3 contradicts zero_optimization.stage: leave one"):
+        load_config({**zero, "gemini": {"stage": 3}})
+    with pytest.raises(ConfigError, match=r"gemini.device_memori is not a key"):
+        load_config({**zero, "gemini": {"device_memori": 1}})
+    with pytest.raises(ConfigError, match="device_memory"):
+        load_config({**zero, "device_memory": "much"})
+
+
+def test_a_misspelt_section_is_answered_with_the_one_that_is_meant() -> None:
+    for other in ({}, {"train_batch_size": 2}):
+        with pytest.raises(ConfigError, match="zero_optimisation is not a key; the nearest valid one is 'zero_optimiz"):
+            load_config({"zero_optimisation": {"stage": 2}, **other})
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [("1e-3", "lr='1e-3' is a string: write the number 0.001"), ("auto", 'lr is "auto", which nothing')],
+)
+def test_a_rate_that_is_no_number_says_what_to_write(rate: str, words: str) -> None:
+    for dialect in ("gemini", "deepspeed"):
+        for kind in ("Adam", "SGD"):
+            config = {"optimizer": {"type": kind, "params": {"lr": rate}}}
+            if (dialect, rate) != ("deepspeed", "auto"):
+                with pytest.raises(ConfigError, match=words):
+                    load_config(config, dialect=dialect)
+    with pytest.raises(ConfigError, match='clip_grad_norm is "auto", which nothing decides here'):
+        load_config({"clip_grad_norm": "auto"})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import runpy
+import sys
 import zlib
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import gemini.checksum
 from gemini.checkpoint import file_io
 from gemini.checkpoint.file_io import PIECE_BYTES, DiskIO
 from gemini.checkpoint.tensor_files import OpenFiles, Part, TensorFile, checksum, tensors_in, whole
@@ -87,3 +90,13 @@ def test_large_reads_are_whole_and_a_short_file_is_named(tmp_path: Path, num_byt
         with pytest.raises(CheckpointError, match="it ends after"):
             io.read(file.fileno(), path, 5, into)
         assert checksum(file.fileno(), path, 4, num_bytes) == zlib.crc32(data)
+
+
+@pytest.mark.parametrize("has_isal", [True, False])
+def test_checksums_are_those_of_zlib(has_isal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_isal:
+        monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    crc32 = runpy.run_path(gemini.checksum.__file__)["crc32"]
+    data = bytes(range(256)) * 33
+    assert crc32(memoryview(data)[5:]) == zlib.crc32(data[5:])
+    assert crc32(data[100:], crc32(data[:100])) == zlib.crc32(data) and crc32(b"") == 0

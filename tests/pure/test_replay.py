@@ -68,3 +68,19 @@ def test_an_empty_pass_expects_nothing() -> None:
     replay = ScheduleReplay()
     run(replay, "train", [])
     assert run(replay, "train", [1]) == (None, [False])
+
+
+def test_a_pass_that_is_cut_short_is_left_at_the_next_collective() -> None:
+    """Other ranks may still follow the schedule: whoever finds `follows` before another collective meets them first."""
+    for end in (ScheduleReplay.end, ScheduleReplay.drop):
+        replay = ScheduleReplay()
+        run(replay, "train", [1, 2])
+        assert not replay.follows
+        replay.begin("train")
+        replay.matches(collectives([1])[0])
+        end(replay)
+        assert replay.follows
+        replay.drop()
+        assert replay.follows, "until there is another collective"
+        assert not replay.matches(collectives([3])[0])
+        assert not replay.follows

@@ -65,8 +65,9 @@ def move_the_schedule(walk: EngineWalk) -> None:
 @operation()
 def zero_grad(walk: EngineWalk) -> None:
     walk.engine.zero_grad()
-    if not walk.plain.in_window:
-        walk.plain.optimizer.zero_grad()
+    if not 0 < walk.plain.in_window < walk.plain.window:
+        walk.plain.drop()
+        walk.plain.window_begins = walk.plain.micro_steps
 
 
 @operation()

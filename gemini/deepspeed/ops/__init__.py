@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gemini.deepspeed.elsewhere import missing
 from gemini.deepspeed.ops import adam as adam
+from gemini.elsewhere import missing
 
 
 def __getattr__(name: str) -> Any:

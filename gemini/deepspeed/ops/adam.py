@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gemini.deepspeed.elsewhere import missing
+from gemini.elsewhere import missing
 from optim import CPUAdam as DeepSpeedCPUAdam
 from optim import HybridAdam as FusedAdam
 

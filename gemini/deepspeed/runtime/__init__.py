@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gemini.deepspeed.elsewhere import missing
+from gemini.elsewhere import missing
 
 
 def __getattr__(name: str) -> Any:

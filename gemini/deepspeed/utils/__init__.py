@@ -22,8 +22,8 @@ from gemini.access.full_access import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from gemini.deepspeed.elsewhere import missing
 from gemini.deepspeed.utils.logging import log_dist, logger
+from gemini.elsewhere import missing
 from gemini.model.operators import chooses, set_leaf_module, unset_leaf_module
 from gemini.model.operators import set_leaf_module as set_z3_leaf_modules
 from gemini.model.operators import unset_leaf_module as unset_z3_leaf_modules

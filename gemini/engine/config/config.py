@@ -197,12 +197,28 @@ def _called(made: Callable[..., T], first: Any, arguments: Mapping[str, Any]) ->
                 f"params.{name} is not an argument of {made.__qualname__}{_nearest(name, valid)} "
                 f"(valid: {', '.join(valid)})"
             )
+        _refuse_text(name, arguments[name])
     try:
         # The call itself is the check of the values. Optimizers and schedules raise for a negative rate or a missing
         # argument.
         return made(first, **arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"params are not valid for {made.__qualname__}: {error}") from error
+
+
+def _refuse_text(name: str, value: Any) -> None:
+    """Raises ValueError for a number in quotes, which torch would compare as a string, and for "auto"."""
+    if value == "auto":
+        raise ValueError(f'params.{name} is "auto", which nothing decides here: write the value')
+    try:
+        number = float(value) if isinstance(value, str) else None
+    except ValueError:
+        return
+    if number is not None:
+        raise ValueError(
+            f"params.{name}={value!r} is a string: write the number {number:g} without quotes, in YAML with a point, "
+            "as in 1.0e-3"
+        )
 
 
 # -- `Config`: every field of a training's config, with its unit and default.
@@ -341,7 +357,7 @@ class Config(_ConfigPart):
     disk_optim_frac: Annotated[float | None, Setting] = None
     """Of masters and optimizer state on the host, what rests on the disk at least. None: 0; with policy "disk" 1."""
     disk_checksums: Annotated[bool, Setting] = False
-    """Whether an update ends with an error where it reads other bytes from the disk than the last one wrote."""
+    """Whether an update or a fetch ends with an error where it reads other bytes from the disk than were written."""
     disk_memory: Annotated[int | str | None, Setting] = None
     """Bytes that chunks may take there. None: what is free."""
     rank_timeout: Annotated[float, Setting] = 600.0

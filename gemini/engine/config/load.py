@@ -12,10 +12,13 @@ from pydantic import BaseModel, ValidationError
 from gemini.engine.config import colossal_keys, deepspeed_keys
 from gemini.engine.config.config import Config, section_of
 from gemini.engine.config.key import Table, Translation
-from gemini.engine.config.read import KeyPath, Problem, problems_of, read, said_of
+from gemini.engine.config.read import KeyPath, Problem, is_slip, problems_of, read, said_of
 from gemini.errors import ConfigError
+from gemini.settings import BUDGETS
 
 Dialect = Literal["gemini", "deepspeed", "colossal"]
+_OURS = "gemini"  # a section of our own keys in the config of another library
+_BESIDE = (*BUDGETS, "disk_path", "disk_memory", "disk_optim_frac")  # of ours, that may stand beside its keys
 TABLES: dict[Dialect, Table] = {"deepspeed": deepspeed_keys.TABLE, "colossal": colossal_keys.TABLE}
 
 
@@ -28,6 +31,9 @@ def load_config(
     world_size: int | None = None,
 ) -> Config:
     """A config from a mapping or a file (JSON, YAML, TOML, Python). Local: ranks are not compared.
+
+    The config of another library may have budgets of ours (`device_memory`) beside its keys, and any of our keys in a
+    section "gemini".
 
     A Python file is run, with all rights of the user's; GEMINI_NO_EXEC=1 refuses it.
 
@@ -59,7 +65,13 @@ def load_config(
         # In gemini's own dialect every key is its field, so a problem of a field is one of the key of that name.
         translated = Translation(given, {path: path for path in _paths(given)})
     else:
-        translated = table.translate(source.data, auto or {})
+        theirs, ours = _divided(source.data, table)
+        translated = table.translate(theirs, auto or {})
+        for path, (name, value) in ours.items():
+            if translated.fields.get(name, value) != value:
+                origin = ".".join(translated.origins.get((name,), (table.section,)))
+                translated.problems.append(Problem(path, f"={value!r} contradicts {origin}: leave one of them out"))
+            translated.put((name,), value, path)
     if translated.problems:
         raise source.error(translated.problems)
     try:
@@ -77,14 +89,31 @@ def load_config(
     return result.with_notes(translated.ignored, source.constants)
 
 
+def _divided(data: Mapping[str, Any], table: Table) -> tuple[dict[str, Any], dict[KeyPath, tuple[str, Any]]]:
+    """The keys of another library, and ours beside them, which it has no words for: by path, the field and its value.
+
+    Ours are budgets and the disk at the top level, and everything in a section "gemini".
+    """
+    section = data.get(_OURS)
+    inside: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
+    beside = [name for name in _BESIDE if name in data and table.key_of((name,)) is None]
+    # A section that is no mapping is left to the table, which says that it knows no such key.
+    own = [*beside, *([_OURS] if isinstance(section, Mapping) else [])]
+    theirs = {name: value for name, value in data.items() if name not in own}
+    ours: dict[KeyPath, tuple[str, Any]] = {(name,): (name, data[name]) for name in beside}
+    ours |= {(_OURS, str(name)): (str(name), value) for name, value in inside.items()}
+    return theirs, {path: its for path, its in ours.items() if its[1] is not None}
+
+
 def dialect_of(data: Mapping[str, Any], prefers: Dialect = "gemini") -> Dialect:
     """Whose keys these are: of `prefers` if it knows all, else of the library that knows most, ours among equals."""
     # One key decides where no other library has it: `zero_optimization` is DeepSpeed's, `zero` Colossal-AI's.
+    # So does one that is nearly it: a config that has `zero_optimisation` is asked for the z.
     for dialect, table in TABLES.items():
-        if table.section in data:
+        if any(is_slip(name, table.section) for name in data if name not in Config.model_fields):
             return dialect
     # A section counts by the keys in it: names such as "optimizer" and "params" are those of several libraries.
-    keys = list(_leaves(data))
+    keys = [path for path in _leaves(data) if path[0] not in (_OURS, *_BESIDE)]
     if prefers in TABLES and all(TABLES[prefers].key_of(path) is not None for path in keys):
         return prefers
     known: dict[Dialect, int] = {"gemini": sum(path[0] in Config.model_fields for path in keys)}

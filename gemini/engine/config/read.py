@@ -91,6 +91,11 @@ def meanings(name: str) -> frozenset[str]:
     return frozenset(found | {_MEANING.get(word, word) for word in name.split("_") if word})
 
 
+def is_slip(name: str, of: str) -> bool:
+    """Whether `name` is `of` with a slip of the finger, or in British spelling."""
+    return bool(difflib.get_close_matches(name, [of], n=1, cutoff=_TYPO))
+
+
 def nearest(name: str, valid: Iterable[str]) -> str | None:
     """The one of `valid` that is nearest to `name`, or None where none is near.
 
@@ -195,6 +200,8 @@ def _problem(error: ErrorDetails, prefix: KeyPath, valid: list[str]) -> Problem:
     if kind == "value_error":
         return said_of(path, str(context["error"]))
     found = f"found {shown(error['input'])}"
+    if error["input"] == "auto":
+        return Problem(path, 'is "auto", which nothing decides here: write the value, or leave the key out')
     if kind in _MUST_BE:
         return Problem(path, f"must be {_MUST_BE[kind].format_map(context)}, {found}")
     # Errors of kinds that `_MUST_BE` does not have are told in pydantic's words, with key and value.

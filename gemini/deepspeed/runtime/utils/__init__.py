@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemini.deepspeed.accelerator import get_accelerator
-from gemini.deepspeed.elsewhere import missing
+from gemini.elsewhere import missing
 from gemini.log import get_dist_logger
 from gemini.monitor.live import MemoryMonitor
 from gemini.placement.demand import format_bytes

@@ -12,7 +12,8 @@ from torch import nn
 from gemini.access.link import register_external_parameter, unregister_external_parameter
 from gemini.building.zero_init import ZeroInitContext
 from gemini.deepspeed.comm import init_distributed
-from gemini.deepspeed.elsewhere import missing
+from gemini.deepspeed.parameters import mark
+from gemini.elsewhere import missing
 from gemini.engine.config import Config, load_config
 from gemini.engine.config.key import offloads_params
 from gemini.engine.initialize import Source, agreed_config
@@ -108,6 +109,13 @@ class Init(ZeroInitContext):
             with ZeroInitContext(dtype=dtype, process_group=data_parallel_group, enabled=enabled, **where) as context:
                 if enabled:
                     context.convert(module)
+            mark(module.parameters())
+
+    def __exit__(self, *failure: Any) -> None:
+        """Leave the context; parameters on shards have a `ds_id` from then on."""
+        super().__exit__(*failure)
+        if self._store is not None:
+            mark(link.managed.parameter for link in self._store.chunks.links())
 
 
 def _config_of(source: Source, group: dist.ProcessGroup | None) -> Config:

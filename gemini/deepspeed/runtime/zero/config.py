@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, ClassVar
 
-from gemini.deepspeed.elsewhere import missing
 from gemini.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from gemini.elsewhere import missing
 from gemini.engine.config import load_config
 from gemini.engine.config.deepspeed_keys import OFFLOAD, ZERO
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.deepspeed.elsewhere import missing
+from gemini.elsewhere import missing
 from gemini.engine.config.key import OptimizerOnHostPolicy
 from gemini.model.estimate import estimate_memory, num_parameters_of
 from gemini.placement.demand import Kind

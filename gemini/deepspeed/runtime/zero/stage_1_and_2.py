@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from gemini.deepspeed.elsewhere import missing
 from gemini.deepspeed.runtime.zero.stage3 import module_of, print_needs
+from gemini.elsewhere import missing
 
 __all__ = ["estimate_zero2_model_states_mem_needs_all_cold", "estimate_zero2_model_states_mem_needs_all_live"]
 
