@@ -152,10 +152,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @on_ranks(1, 2)
 def test_the_objects_of_a_model_form_no_circle(rank: int, world_size: int, setting: str, is_built: bool) -> None:
-    with ZeroInitContext() if is_built else nullcontext(), TemporaryDirectory() as folder:
+    with ZeroInitContext() if is_built else nullcontext():
         module = mlp.build()
-        disk = {"disk_path": folder} if setting == "on a disk" else {}
-        where = mlp.placed(**SETTINGS[setting], **disk)
+    with TemporaryDirectory() as folder:
+        where = mlp.placed(**SETTINGS[setting], **({"disk_path": folder} if setting == "on a disk" else {}))
         model = ShardedModel(module, **where)
         optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
         for step in range(2):
