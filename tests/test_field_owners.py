@@ -28,7 +28,7 @@ BY_OTHERS = {
     "gemini/optimizer/elementwise.py self._worker.state": "a torch optimizer's dict of states by parameter",
     "gemini/model/operators.py parameter.grad": "a tensor's",
     "gemini/optimizer/elementwise.py worker.state": "the same",
-    "gemini/optimizer/sharded_optimizer.py optimizer.state": "the given torch optimizer's, which has none any more",
+    "gemini/optimizer/given.py optimizer.state": "the given torch optimizer's, which has none any more",
     "gemini/replan/trainability.py optimizer.states": "`discard` is the states' own method",
     "gemini/engine/config/config.py noted._ignored": "a config's, by the config that copies itself",
     "gemini/engine/config/config.py noted._constants": "the same",

@@ -209,7 +209,10 @@ class PendingCheckpoint:
         return self.path
 
     def finish(self) -> str | None:
-        """Wait until it is over. Returns why it has failed, if no rank has said so to its script yet. Collective."""
+        """Wait until it is over. Returns why it has failed, if no rank has said so to its script yet. Collective.
+
+        Raises nothing of its own.
+        """
         was_waited_for, was_told = self._is_waited_for, self._is_told
         self._is_told = self._is_waited_for = True
         with self._communicator.publishing():

@@ -346,7 +346,7 @@ class _RangeOfFile:
         """A request has written."""
         new = self._sum(position, self._own(position, data))
         with self._lock:
-            self._keep(version)
+            self._keep_sums(version)
             self._sums = [each for each in self._sums if each.end <= new.start or new.end <= each.start]
             self._sums.append(new)
 
@@ -355,7 +355,7 @@ class _RangeOfFile:
         data = self._own(position, data)
         end = position + len(data)
         with self._lock:
-            self._keep(version)
+            self._keep_sums(version)
             known = sorted(each for each in self._sums if each.start < end and position < each.end)
         for each in known:
             first, last = max(each.start, position), min(each.end, end)
@@ -378,7 +378,7 @@ class _RangeOfFile:
     def _sum(self, position: int, data: memoryview) -> _Checksum:
         return _Checksum(position, position + len(data), crc32(data))
 
-    def _keep(self, version: int) -> None:
+    def _keep_sums(self, version: int) -> None:
         """Keep the checksums if nothing was written through the mapping since they were made."""
         if self._version != version:
             self._sums, self._version = [], version

@@ -71,7 +71,7 @@ class WorkPiece(Over):
 
     def carry_out(self) -> None:
         """Do the work, unless somebody has taken it. Called by a thread of `Workers`."""
-        work = self._take()
+        work = self._pop_work()
         if work is None:
             return
         try:
@@ -85,12 +85,12 @@ class WorkPiece(Over):
 
     def cancel(self, error: BaseException) -> bool:
         """End the work with an error, if no thread has taken it. False: one has, and will end it."""
-        if self._take() is None:
+        if self._pop_work() is None:
             return False
         self.end(error)
         return True
 
-    def _take(self) -> Callable[[], None] | None:
+    def _pop_work(self) -> Callable[[], None] | None:
         try:
             return self._work.pop()
         except IndexError:

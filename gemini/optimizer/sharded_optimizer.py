@@ -383,7 +383,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises ValueError for a parameter that is not the model's or is in two groups, BudgetError if the states do not
         fit, and DivergenceError if ranks have edited otherwise; nothing has changed then.
         """
-        self._manager.step.check_idle("follow_param_groups()")
+        # Without an edit nothing moves, also where a backward has updated weights and its step is still to come.
+        has_edits = self._optimizer_step.has_edited_groups
+        self._manager.step.check_idle("follow_param_groups()", after_updates=not has_edits)
         with self._manager.step.publishing():
             self._optimizer_step.follow_groups()
 

@@ -66,7 +66,7 @@ class StateView(MutableMapping[Tensor, MutableMapping[str, Any]]):
         self.set_entry(self._managed(parameter), {})
 
     def pop(self, parameter: Tensor, *default: Any) -> Any:
-        """As of a dict: the removed state is returned, in ordinary tensors."""
+        """As of a dict: the removed state is returned, in ordinary tensors. Raises KeyError without a default."""
         if parameter not in self:
             if default:
                 return default[0]
@@ -81,7 +81,7 @@ class StateView(MutableMapping[Tensor, MutableMapping[str, Any]]):
             del self[parameter]
 
     def replace(self, states: Mapping[Any, Any]) -> None:
-        """`optimizer.state = states`."""
+        """`optimizer.state = states`. Raises TypeError for what is no mapping."""
         if states is self:
             return
         if not isinstance(states, Mapping):
@@ -107,7 +107,7 @@ class StateView(MutableMapping[Tensor, MutableMapping[str, Any]]):
         return None if state is None else state.stamp(managed.position, name)
 
     def write(self, managed: ManagedParameter, name: str, value: Tensor) -> None:
-        """Set a flat state to `value`, each rank its own part. Collective at stage 0."""
+        """Set a flat state to `value`, each rank its own part. Collective at stage 0. Raises ValueError for a shape."""
         self._begin(managed, name)
         with self._step.publishing(), torch.inference_mode(False), torch.no_grad():
             if value.shape != managed.shape:

@@ -495,7 +495,8 @@ class OptimizerStep:
         if model.settings.frees_gradients(manager.communicator.world_size):
             self._in_backward = BackwardUpdates(self._updates, states.by_chunk, param_groups, groups.edits)
         self._ahead = SumsAhead(self._work) if defers else None
-        step.reductions.serve(self._in_backward, self._ahead)
+        self._reductions = step.reductions
+        self._reductions.serve(self._in_backward, self._ahead)
         self._moved_before = Counter(self._transfer.bytes_by_link)
 
     def request_clip(self, max_norm: float, norm_type: float) -> Tensor:
@@ -521,7 +522,10 @@ class OptimizerStep:
         return self.grad_norm
 
     def run(self) -> None:
-        """Agree on the step in its last all-reduce before the update. A rank that cannot update fails before that."""
+        """Agree on the step in its last all-reduce before the update. A rank that cannot update fails before that.
+
+        Raises GeminiError for a closed model, and what the checks before the all-reduce raise.
+        """
         step = self._manager.step
         if step.failures.is_closed:
             raise closed("a step needs memory that was given back with it")
@@ -553,23 +557,28 @@ class OptimizerStep:
             self.grad_norm = grad_norm.fill_(self._true_norm(summary))
             self._update_all(summary, max_norm)
 
+    @property
+    def has_edited_groups(self) -> bool:
+        """The script has edited the param groups since they came in force."""
+        return self._groups.edits.are_any()
+
     def follow_groups(self, *words: str) -> None:
         """Put edits of the param groups in force, see `ParamGroups.follow`. Collective."""
-        if self._groups.edits.are_any():
+        if self.has_edited_groups:
             # States may move, and the thread may still update what they are of.
             self._updates.finish()
             self._groups.follow(*words)
 
     def give_back(self) -> None:
         """The optimizer is closed: backwards use no gradient any more. Local."""
-        self._manager.step.reductions.serve(None, None)
+        self._reductions.serve(None, None)
         self._updates.give_back()
 
     def _collect(self) -> None:
         """Complete the gradients, and release payloads that an update would make stale. Collective."""
         for chunk in self._left():
             self._manager.params.before_update(chunk)
-        self._manager.step.reductions.catch_up()
+        self._reductions.catch_up()
 
     def _left(self) -> list[Chunk]:
         """The chunks that the backward has not updated."""

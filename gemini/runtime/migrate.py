@@ -146,7 +146,8 @@ class Migration:
                 growth += states.host_bytes(chunk, self._optim_home(chunk))
         old_demand, old_placement = self._before
         if self._trains:
-            growth -= sum(map(self._beside_plan, self._grads.memory.gradients.values()))
+            gradients = self._grads.memory.gradients
+            growth -= sum(map(self._beside_plan, gradients.values()))
         pairs = zip(old_demand.chunks, old_placement.homes, self._demand.chunks, self._placement.homes, strict=True)
         for chunk, (before, old_homes, after, homes) in zip(self._step.chunks, pairs, strict=True):
             # All gradient memory is given up before any is taken.

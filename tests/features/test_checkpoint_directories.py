@@ -229,6 +229,7 @@ def test_a_failed_save_in_the_background_is_told_once_and_the_next_one_is_made(r
             assert not isinstance(pending, Path)
             pending.join()
         save_checkpoint(folder, *parts, tag="d")  # nobody has heard of it: it is said, and this one is made
+        gathered(None)
         assert names(folder) == ["b", "d", "latest"]
 
 

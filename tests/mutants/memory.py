@@ -274,7 +274,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checksum outlives a write through the mapping",
-        "_RangeOfFile._keep",
+        "_RangeOfFile._keep_sums",
         "self._version != version",
         "self._version < 0",
         "tests/features/test_disk.py::test_checksums_know_what_was_written_in_another_way",
