@@ -161,8 +161,10 @@ class SlotPool:
     def first_free(self) -> Slot | None:
         """A free slot, or None; the caller sets its `chunk`. Raises BudgetError if a held slot cannot be replaced."""
         # A held slot whose views have died comes back before `fill` takes new memory in its place.
-        self._reclaim()
-        self.fill()
+        if self.held:
+            self._reclaim()
+        if len(self.slots) < self.count:
+            self.fill()
         while self._free:
             # Entries are not removed when a slot is taken or leaves the pool: skip the stale ones.
             place, slot = self._free[0]
@@ -209,8 +211,6 @@ class SlotPool:
 
     def _reclaim(self) -> None:
         """Take back held slots whose views have died: into the pool if it lacks a slot, else to the tier."""
-        if not self.held:
-            return
         for slot in [slot for slot in self.held if slot.num_holders() <= 0]:
             self.held.remove(slot)
             if len(self.slots) < self.count:

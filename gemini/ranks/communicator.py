@@ -319,8 +319,11 @@ class Communicator:
         lane: all-gathers that are in flight at the same time need one each.
         """
         tag = self._next("all-gather", chunk)
-        with self._agreeing():
-            launched = self.collectives.start_all_gather(payload, shard, layout, tag, use=f"all_gather {lane}")
+        try:  # as `_agreeing`, whose generator would cost four calls for each of a step's many collectives
+            with unhooked():
+                launched = self.collectives.start_all_gather(payload, shard, layout, tag, use=f"all_gather {lane}")
+        except TagMismatch as mismatch:
+            raise self._refusal(mismatch) from None
         return self._finishing(launched)
 
     def start_reduce_scatter(
@@ -336,8 +339,11 @@ class Communicator:
         Call the returned function to finish. Until then `payload`, `out` and what `scratch` gave out must not be used.
         """
         tag = self._next("reduce-scatter", chunk)
-        with self._agreeing():
-            launched = self.collectives.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)
+        try:  # likewise
+            with unhooked():
+                launched = self.collectives.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)
+        except TagMismatch as mismatch:
+            raise self._refusal(mismatch) from None
         return self._finishing(launched)
 
     def _finishing(self, launched: InFlight) -> Callable[[], None]:
@@ -346,8 +352,11 @@ class Communicator:
         is_open.update(launched.works)
 
         def finish() -> None:
-            with self._agreeing():
-                launched.finish()
+            try:  # likewise
+                with unhooked():
+                    launched.finish()
+            except TagMismatch as mismatch:
+                raise self._refusal(mismatch) from None
             is_open.difference_update(launched.works)
 
         return finish
@@ -476,7 +485,8 @@ class Communicator:
         return None if agreed else tag
 
     def _tag(self, what: str, chunk: int) -> Tag:
-        self._refuse_forked()
+        if self._process != os.getpid():
+            self._refuse_forked()
         kind = KINDS.index(what) if what in KINDS else len(KINDS)
         moment = self.position.now
         sequence = self._last.begin(what, chunk, moment)
@@ -499,10 +509,14 @@ class Communicator:
             with unhooked():
                 yield
         except TagMismatch as mismatch:
-            error = self._diverged(mismatch)
-            if self.watch is not None:
-                self.watch.publish(error)
-            raise error from None
+            raise self._refusal(mismatch) from None
+
+    def _refusal(self, mismatch: TagMismatch) -> DivergenceError:
+        """The error for tags that differ, which the other ranks are told."""
+        error = self._diverged(mismatch)
+        if self.watch is not None:
+            self.watch.publish(error)
+        return error
 
     def _diverged(self, mismatch: TagMismatch) -> DivergenceError:
         places = {

@@ -416,7 +416,8 @@ class Payloads:
                 self.restore_parameters(chunk)
         # The first use may come outside a forward, as by `weight.norm()` right after wrapping, where no `begin_pass`
         # took room.
-        self.take_room()
+        if not self.has_room:
+            self.take_room()
         return self.params.fetch(chunk)
 
     def note_use(self, chunk: Chunk) -> None:
