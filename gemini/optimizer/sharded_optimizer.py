@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from gemini.optimizer.step import (
 from gemini.optimizer.update import SCALES_LOSSES
 from gemini.runtime.grads import Becomes
 from optim import prepare
-from optim.adam import refuse_unknown_arguments
+from optim.adam import ON_DISK, refuse_unknown_arguments
 
 # -- Checks of the arguments of `ShardedOptimizer` and of its clipping, before anything has changed.
 
@@ -65,15 +66,23 @@ def check_inner(optimizer: torch.optim.Optimizer, sharded: type[torch.optim.Opti
         raise UnsupportedError("the optimizer has stepped before: make a new one for the sharded model")
 
 
-def refuse_other_disk(optimizer: torch.optim.Optimizer, model: ShardedModel) -> None:
-    """Raises ValueError for a HybridAdam that asks for a disk, which the model was wrapped without."""
-    wanted, has = getattr(optimizer, "nvme_offload_fraction", 0.0), model.settings.disk_fraction
-    if wanted > has:
+def asked_disk(optimizer: torch.optim.Optimizer, model: ShardedModel) -> tuple[str | Path, float] | None:
+    """(folder, fraction) of a HybridAdam that asks for more on the disk than the model has there so far. Local.
+
+    None: it asks for no more. Raises ValueError if the model has its disk in another folder.
+    """
+    settings = model.settings
+    fraction, folder = (getattr(optimizer, name, None) for name in ON_DISK)
+    if folder is None or not fraction or fraction <= settings.disk_fraction:
+        return None
+    if settings.disk_path is not None and Path(settings.disk_path).resolve() != Path(folder).resolve():
         raise ValueError(
-            f"nvme_offload_fraction={wanted:g} asks for more on the disk than the model was wrapped with, {has:g}: "
-            f"give ShardedModel disk_path={getattr(optimizer, 'nvme_offload_dir', None)!r}, "
-            f"disk_optim_frac={wanted:g}, or let the engine wrap it"
+            f"nvme_offload_fraction={fraction:g} asks for more on the disk than the model has there, "
+            f"{settings.disk_fraction:g}, and nvme_offload_dir={str(folder)!r} is not the model's folder, "
+            f"{str(settings.disk_path)!r}: name that one, or give ShardedModel disk_optim_frac={fraction:g} and leave "
+            "both out"
         )
+    return folder, float(fraction)
 
 
 def check_max_norm(name: str, value: float | None) -> float | None:
@@ -124,7 +133,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         model: the `ShardedModel` whose parameters `optimizer` was made with, or `torch.compile` of it.
         optimizer: `HybridAdam(model.parameters(), ...)`, or a torch optimizer that works element by element. Its
-            `param_groups` and hooks become this optimizer's, and its methods then act on this one.
+            `param_groups` and hooks become this optimizer's, and its methods then act on this one. A HybridAdam with
+            `nvme_offload_fraction` gives the model its disk, as `disk_path` and `disk_optim_frac` of `Settings` do.
         initial_scale: the loss scale of the first step.
         min_scale: the loss scale never falls below it.
         growth_factor: factor of the loss scale after `growth_interval` steps without a non-finite gradient.
@@ -176,14 +186,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             frees_gradients = model.settings.frees_gradients(manager.communicator.world_size)
             if frees_gradients and any(c.trainable and c.dtype is torch.float16 for c in manager.chunks):
                 raise UnsupportedError(SCALES_LOSSES)
-            refuse_other_disk(optimizer, model)
+            disk = asked_disk(optimizer, model)
             update = resolve_update(optimizer, elementwise)
             max_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
             if max_norm is not None:
                 refuse_clipping(model, f"clip_grad_norm={max_norm:g}")
-            group_of = agreed_groups(manager.step, optimizer)
+            # A rank's folder may have a name of its own.
+            brings = f"gpu_margin_mem_ratio={gpu_margin_mem_ratio}", f"{ON_DISK[0]}={0 if disk is None else disk[1]}"
+            group_of = agreed_groups(manager.step, optimizer, brings)
             if gpu_margin_mem_ratio is not None:
                 model.trainability.change_margin(gpu_margin_mem_ratio)
+            if disk is not None:
+                model.trainability.change_disk(*disk)
             drop_states(optimizer)
             self.shown_groups = ShownGroups()
             super().__init__(optimizer.param_groups, optimizer.defaults)

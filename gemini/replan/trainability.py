@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
+from gemini.memory.disk import DiskTier
 from gemini.memory.modes import uncollected
 from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.demand import Kind, OperatorSpec
@@ -44,6 +46,7 @@ _requires_grad: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get
 _TRAINED = "change of what is trained", "All ranks must freeze and unfreeze the same parameters at the same step"
 _COMPILED = "change of what is compiled", "All ranks must compile the same modules before the same forward"
 _OFFLOADED = "change of what is offloaded", "All ranks must offload and reload the same states at the same step"
+_DISK = "nvme_offload_fraction", "All ranks must give their optimizers the same one"
 _MARGIN = "gpu_margin_mem_ratio", "All ranks must give their optimizers the same one"
 
 
@@ -238,6 +241,27 @@ class Trainability:
         if settings != self._manager.plan.settings:
             with self._replanning.between_steps("gpu_margin_mem_ratio="):
                 self._replan(self._flags, f"gpu_margin_mem_ratio={ratio}", _MARGIN, settings=settings)
+
+    def change_disk(self, folder: str | Path, fraction: float) -> None:
+        """Set `disk_path` and `disk_optim_frac` of the model's `Settings`. Collective, between steps.
+
+        A model that has a disk keeps it: `folder` is its folder then. Raises ValueError if `folder` takes no file, and
+        as `change_budgets`; nothing has changed then.
+        """
+        manager, before = self._manager, self._manager.plan.settings
+        memory, is_new = manager.memory, before.disk_path is None
+        settings = replace(before, disk_path=folder if is_new else before.disk_path, disk_optim_frac=fraction)
+        with self._replanning.between_steps("nvme_offload_fraction="):
+            if is_new:
+                # One rank alone may find that its folder takes no file: the others hear of it where they agree.
+                memory.open_disk(DiskTier(Path(folder), checks=settings.disk_checksums))
+            try:
+                self._replan(self._flags, f"nvme_offload_fraction={fraction:g}", _DISK, settings=settings)
+            except BaseException:
+                # What has ended half way through a move leaves states there, which the error tells to be torn.
+                if is_new and memory.disk is not None and not memory.disk.ledger.total_bytes:
+                    memory.drop_disk()
+                raise
 
     def change_operators(self, shown: str, operators: tuple[OperatorSpec, ...]) -> None:
         """Put another plan in force because operators have changed; what is trained has not. Collective.
