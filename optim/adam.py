@@ -134,8 +134,8 @@ class HybridAdam(Optimizer):
         adamw_mode: True decouples the weight decay (AdamW); False adds it to the gradient (Adam with L2).
         bias_correction: whether moments are corrected for their start at zero.
         maximize: whether to ascend.
-        nvme_offload_fraction: of masters and moments, on the disk; Colossal-AI's name. The engine wraps the model with
-            it, as `ShardedModel(..., disk_path=, disk_optim_frac=)` does. A plain model's states stay where they are.
+        nvme_offload_fraction: of masters and moments, on the disk; Colossal-AI's name. A sharded model rests there as
+            after `ShardedModel(..., disk_path=, disk_optim_frac=)`. A plain model's states stay where they are.
         nvme_offload_dir: the folder for it.
 
     Raises TypeError or ValueError for arguments that are not valid. `step` raises ValueError for a parameter of another

@@ -368,7 +368,11 @@ def test_float_inputs_of_a_16_bit_model_are_told_what_to_do(make: Callable[[], n
     with pytest.raises((RuntimeError, ValueError), match="type") as caught:
         model(torch.ones(2, 3, 4))
     (note,) = caught.value.__notes__
-    assert f"weights are {dtype} and an input is torch.float32" in note and "cast_inputs" in note
+    assert f"weights are {dtype} and an input is torch.float32" in note and "cast_inputs=True" in note
+    assert ShardedModel(make(), device="emulated", dtype=dtype, cast_inputs=True)(torch.ones(2, 3, 4)) is not None
+    with pytest.raises((RuntimeError, ValueError), match="type") as caught:
+        model(torch.ones(2, 3, 4, dtype=torch.float64))
+    assert caught.value.__notes__[0].endswith(f"Cast the batch, x.to({dtype})")  # no cast of ours is of these
     assert (
         ShardedModel(make(), device="emulated", dtype={"": dtype, "*": torch.float32})(torch.ones(2, 3, 4)) is not None
     )

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 import gemini
-from gemini import ShardedModel
+from gemini import DivergenceError, ShardedModel, ShardedOptimizer
 from gemini.engine.trainer import hooks
 from gemini.model.operators import map_tensors, tensors_in
+from optim import HybridAdam
+from tests.harness.on_ranks import on_ranks
 from tests.zoo import mlp
 
 
@@ -185,3 +187,87 @@ def test_a_tokenizers_batch_moves_to_the_models_device() -> None:
     batch = BatchEncoding({"input_ids": torch.ones(2, 3, dtype=torch.int64), "n": 1})
     there = hooks.moved(batch, torch.device("meta"))
     assert there["input_ids"].is_meta and not batch["input_ids"].is_meta and hooks.num_samples(there) == 2
+
+
+# -- `cast_inputs=True`: the inputs of the model, and nothing else.
+
+
+class _Mixes(nn.Module):
+    """Takes inputs of several dtypes, in containers and by name, and notes how they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, batch: dict[str, Tensor], *, scale: Tensor) -> Tensor:
+        self.seen = [batch["x"].dtype, batch["mask"].dtype, batch["ids"].dtype, scale.dtype]
+        hidden = self.first(batch["x"] * scale) * batch["mask"]
+        return self.last(hidden.relu())[batch["ids"]]
+
+    def sampled(self, batch: dict[str, Tensor]) -> Tensor:
+        return self(batch, scale=torch.ones(1))
+
+
+def _batch(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+    return {"x": x.to(dtype), "mask": torch.ones(6, 8, dtype=torch.bool), "ids": torch.tensor([0, 3, 5])}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("dtype", "by_argument"), [(torch.bfloat16, False), (torch.float16, True)], ids=str)
+def test_a_model_that_casts_its_inputs_trains_as_one_whose_script_casts_them(
+    rank: int, world_size: int, dtype: torch.dtype, by_argument: bool
+) -> None:
+    found = []
+    for casts in (True, False):
+        torch.manual_seed(0)
+        module = _Mixes().to(dtype)
+        # As given, or as cast while it is wrapped: the same weights.
+        module, dtypes = (module.float(), {"dtype": dtype}) if by_argument else (module, {})
+        model = ShardedModel(module, device="emulated", chunk_size=80, cast_inputs=casts, **dtypes)
+        optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2), initial_scale=1.0)
+        given, outputs = torch.float32 if casts else dtype, []
+        for step in range(2):
+            output = model(_batch(2 * step + rank, given), scale=torch.ones(1, dtype=given))
+            assert model.module.seen == [dtype, torch.bool, torch.int64, dtype] and output.dtype is dtype
+            outputs.append(output.detach().clone())
+            optimizer.backward(output.float().square().sum())
+            optimizer.step()
+        found.append((gemini.state_hash(model, optimizer), outputs, model.plan.hash))
+        if casts:
+            model.eval()
+            model.sampled(_batch(9, given))  # the module calls itself
+            assert model.module.seen == [dtype, torch.bool, torch.int64, dtype]
+        model.close()
+    (ended, outputs, plan), (expected, theirs, their_plan) = found
+    assert (ended, plan) == (expected, their_plan)
+    torch.testing.assert_close(outputs, theirs, rtol=0, atol=0)
+
+
+def test_inputs_are_cast_to_one_dtype_or_the_model_is_refused() -> None:
+    for refused, words in (
+        ({"dtype": {"": torch.bfloat16}}, "leave cast_inputs out"),
+        ({}, r"weights of one dtype, found torch\.bfloat16 and torch\.float32: give dtype="),
+    ):
+        module = _Mixes()
+        module.first.to(torch.bfloat16)
+        with pytest.raises(ValueError, match=words):
+            ShardedModel(module, device="emulated", cast_inputs=True, **refused)  # type: ignore[arg-type]
+        module(_batch(0, torch.bfloat16) | {"mask": torch.zeros(6, 8)}, scale=torch.ones(1, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="cast_inputs must be True or False, or None, found 'yes'"):
+        ShardedModel(_Mixes(), device="emulated", cast_inputs="yes")  # type: ignore[arg-type]
+    # One that is in no chunk does not count.
+    module = _Mixes().bfloat16()
+    module.seen_by = nn.Linear(2, 2)
+    model = ShardedModel(module, device="emulated", cast_inputs=True, ignored_parameters=["seen_by.*"])
+    assert model(_batch(0, torch.float32), scale=torch.ones(1)).dtype is torch.bfloat16
+    model.close()
+    with pytest.raises(RuntimeError, match="dtype"):  # the casts ended with it
+        module(_batch(0, torch.float32), scale=torch.ones(1))
+
+
+@on_ranks(2)
+def test_ranks_that_cast_their_inputs_otherwise_make_no_model(rank: int, world_size: int) -> None:
+    with pytest.raises(DivergenceError, match="cast_inputs=True against cast_inputs=False"):
+        ShardedModel(_Mixes(), device="emulated", dtype=torch.bfloat16, cast_inputs=rank == 0)

@@ -279,11 +279,26 @@ class RankMemory:
         """disk: None if nothing may rest on one."""
         self.device = device
         self.host = host
-        self.disk = disk
-        self.transfer = Transfer(device.device, self.disk)
+        self.transfer = Transfer(device.device, disk)
         self.work = WorkThread()  # beside training
         self.slots = SlotPools(device, "slots")  # of payloads
         self.gradient_slots = SlotPools(device, "gradient slots")
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """The disk. None if nothing may rest on one."""
+        return self.transfer.disk
+
+    def open_disk(self, disk: DiskTier) -> None:
+        """Use a disk from now on: no memory is there yet."""
+        assert self.disk is None, "states rest on the disk that is there"
+        self.transfer.disk = disk
+
+    def drop_disk(self) -> None:
+        """Close a disk on which nothing rests."""
+        disk, self.transfer.disk = self.disk, None
+        if disk is not None:
+            disk.close()
 
     @property
     def tiers(self) -> tuple[MemoryTier, HostTier]:

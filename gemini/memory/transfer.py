@@ -327,7 +327,7 @@ class Transfer:
 
     def __init__(self, device: torch.device, disk: DiskTier | None = None) -> None:
         self.bytes_by_link: Counter[str] = Counter()  # copied so far: "host->device", "device->host", "disk->host" ...
-        self._disk = disk
+        self.disk = disk  # None: nothing rests on one
         self._lane = lane_of(device)
         self._staging = _Staging()
         self._counting = threading.Lock()  # two threads may copy
@@ -383,16 +383,14 @@ class Transfer:
                 source.tickets.write.wait()
         for to, source in pairs:
             # States move from the device to the disk, or take another dtype, once in a while: through the mapped file.
-            if source.tier is Tier.DEVICE or to.dtype is not source.dtype or self._disk is None:
+            if source.tier is Tier.DEVICE or to.dtype is not source.dtype or self.disk is None:
                 to.flat.copy_(source.flat)
             elif to.tier is Tier.DEVICE and self._lane is not None:
                 staged.append((to, self._staging.buffer(source)))
-                requests += self._disk.reading(staged[-1][1].flat, source.flat)
+                requests += self.disk.reading(staged[-1][1].flat, source.flat)
             else:
-                requests += (self._disk.reading if source.tier is Tier.DISK else self._disk.writing)(
-                    to.flat, source.flat
-                )
-        if not requests or self._disk is None:
+                requests += (self.disk.reading if source.tier is Tier.DISK else self.disk.writing)(to.flat, source.flat)
+        if not requests or self.disk is None:
             return None
         ticket: Ticket = DiskTicket(requests)
         if self._lane is not None and staged:
@@ -402,9 +400,9 @@ class Transfer:
             for to, source in pairs:
                 source.tickets.note_read(DiskTicket(requests, is_of_reader=True))
                 to.tickets.note_write(ticket)
-            self._disk.begin(requests)
+            self.disk.begin(requests)
         except BaseException as error:
-            self._disk.give_up(requests, error)
+            self.disk.give_up(requests, error)
             raise
         return ticket
 

@@ -471,11 +471,42 @@ def _chooses(key: type[nn.Module] | str, module: nn.Module, name: str) -> bool:
     return fnmatchcase(name, key) if isinstance(key, str) else isinstance(module, key)
 
 
-class Casting:
+def input_casting(settings: Settings, dtypes: Iterable[torch.dtype]) -> InputCasting:
+    """The casts of `ShardedModel(cast_inputs=True)`. dtypes: of the weights in chunks.
+
+    Raises ValueError unless these have one dtype.
+    """
+    if isinstance(settings.dtype, Mapping):
+        raise ValueError(
+            "cast_inputs=True casts to one dtype, and each module that dtype={...} names casts its inputs itself, '' "
+            "those of the whole model: leave cast_inputs out"
+        )
+    found = sorted({str(dtype): dtype for dtype in dtypes if dtype.is_floating_point}.items())
+    if settings.dtype is None and len(found) != 1:
+        raise ValueError(
+            f"cast_inputs=True needs weights of one dtype, found {' and '.join(dict(found)) or 'none'}: give dtype="
+        )
+    return InputCasting(settings.dtype or found[0][1])
+
+
+class InputCasting:
+    """The casts of what a module is called with. What it returns stays as it is."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def install(self, module: nn.Module) -> list[RemovableHandle]:
+        return [module.register_forward_pre_hook(self._before, with_kwargs=True)]
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_tensors((args, kwargs), CASTABLE_DTYPES, self._dtype)
+
+
+class Casting(InputCasting):
     """The casts around one module."""
 
     def __init__(self, dtype: torch.dtype, default: torch.dtype | None) -> None:
-        self._dtype = dtype
+        super().__init__(dtype)
         self._default = default
         self._outside: list[torch.dtype | None] = []  # dtypes to cast back to, one per running call, innermost last
 
@@ -483,14 +514,14 @@ class Casting:
         # `always_call`: a call that fails must remove its entry too, or later outputs would be cast to a wrong dtype.
         # `prepend`: the user's hooks on the module see its output in the dtype that the caller gets.
         return [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            *super().install(module),
             module.register_forward_hook(self._after, prepend=True, always_call=True),
         ]
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         dtypes = (tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.dtype in CASTABLE_DTYPES)
         self._outside.append(next(dtypes, self._default))
-        return cast_tensors((args, kwargs), CASTABLE_DTYPES, self._dtype)
+        return super()._before(module, args, kwargs)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         # There is no entry if an earlier pre-hook failed: torch calls this hook all the same.

@@ -36,6 +36,7 @@ from gemini.model.wrap import LOST
 from gemini.runtime.chunk import ManagedParameter
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.step import Step
+from gemini.settings import CASTABLE_DTYPES
 from optim import HALF_DTYPES
 
 # -- `GatheredParameters`: a context in which parameters are whole and plain, between steps, to be read or changed.
@@ -439,10 +440,13 @@ def note_dtypes(error: BaseException, weights: Iterable[torch.dtype], inputs: An
     half = next((dtype for dtype in weights if dtype in HALF_DTYPES), None)
     given = next((each.dtype for each in tensors_in(inputs) if each.is_floating_point()), half)
     if half is not None and given is not half:
+        ours = (
+            "; or have the model cast its inputs, ShardedModel(module, cast_inputs=True) or cast_inputs=true in a "
+            f"config; or its outputs back, too, ShardedModel(module, dtype={{'': {half}, '*': torch.float32}})"
+        )
         error.add_note(
-            f"The model's weights are {half} and an input is {given}. Either cast the batch, x.to({half}); or have the "
-            f"model cast its inputs and outputs, ShardedModel(module, dtype={{'': {half}, '*': torch.float32}}); or "
-            "give a config cast_inputs=true"
+            f"The model's weights are {half} and an input is {given}. Cast the batch, x.to({half})"
+            f"{ours * (given in CASTABLE_DTYPES)}"
         )
 
 
@@ -456,6 +460,7 @@ class PlainView(nn.Module):
     chunk_manager: ChunkManager
     _states: States
     _copies: PlainCopies
+    _casts_inputs: bool
     _is_wrapped = False  # the constructor has set all attributes of this object's own
 
     def _show(self, module: nn.Module) -> None:
@@ -475,7 +480,8 @@ class PlainView(nn.Module):
             # refusal of ours has changed nothing, and checkpointing ends a recomputation with an exception of its own.
             if not (isinstance(error, GeminiError) or self.chunk_manager.step.is_recomputing()):
                 self.chunk_manager.communicator.publish(error)
-            note_dtypes(error, (managed.dtype for managed in self.chunk_manager.parameters), (args, kwargs))
+            if not self._casts_inputs:
+                note_dtypes(error, (managed.dtype for managed in self.chunk_manager.parameters), (args, kwargs))
             raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -247,6 +247,8 @@ class ShardedModel(PlainView):
         process_group: the ranks. None: all ranks of torch.distributed. Where it is not initialized and a launcher such
             as torchrun has started several ranks, they join here; GEMINI_NO_LAUNCH=1 leaves each by itself.
         settings: everything else. None: `Settings()`.
+        cast_inputs: True casts floating-point inputs of the module's forward to the dtype of the weights, `dtype` or
+            the module's own; what it returns keeps its dtype. None or False: inputs stay as they are.
         options: fields of `Settings`, which override those of `settings`.
 
     Raises TypeError, ValueError or UnsupportedError for a module or options that cannot be wrapped, BudgetError if the
@@ -265,13 +267,16 @@ class ShardedModel(PlainView):
         *,
         process_group: dist.ProcessGroup | None = None,
         settings: Settings | None = None,
+        cast_inputs: bool | None = None,
         **options: Unpack[Options],
     ) -> None:
         publish_exit()
         guard_placeholders()
         refuse_ddp()
-        owner, others = type(self).__name__, ("module", "process_group", "settings")
+        owner, others = type(self).__name__, ("module", "process_group", "settings", "cast_inputs")
         settings = Settings.of(owner, *others, settings=settings, shard_strategy=shard_strategy, **options)
+        if not isinstance(cast_inputs, bool | None):
+            raise TypeError(f"cast_inputs must be True or False, or None, found {cast_inputs!r}")
         ignored = ignored_in(module, settings)
         by_name = dict(module.named_parameters())
         check_module(by_name, ignored)
@@ -280,8 +285,8 @@ class ShardedModel(PlainView):
             if ties:  # a name that is ignored may be that of another parameter now
                 by_name, ignored = dict(module.named_parameters()), ignored_in(module, settings)
             super().__init__()
-            self._ignored = ignored
-            wrapping = Wrapping(module, by_name, ignored, settings, process_group)
+            self._ignored, self._casts_inputs = ignored, bool(cast_inputs)
+            wrapping = Wrapping(module, by_name, ignored, settings, process_group, self._casts_inputs)
             try:
                 with wrapping.communicator.publishing():
                     plan, refused = wrapping.plan()
@@ -314,7 +319,7 @@ class ShardedModel(PlainView):
         self._hooks = Hooks(step, self.trainability, saved_tensors, wrapping.gathers, handles)
         self._copies = PlainCopies(step, handles)
         self._copies.install(self.module)
-        for each, casting in wrapping.weights.casting.items():
+        for each, casting in wrapping.casting.items():
             self._hooks.take_over_casts(casting.install(each))
         self._hooks.take_over(watch_gradients(step, manager.parameters))
         self._hooks.take_over(StateHooks(self._states).install(self.module))

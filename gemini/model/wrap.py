@@ -22,7 +22,15 @@ from gemini.memory.disk import DiskTier
 from gemini.memory.memory import RankMemory, choose_tiers
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import ready
-from gemini.model.operators import buffers_in_words, describe, find_operators, model_spec, weights_of
+from gemini.model.operators import (
+    InputCasting,
+    buffers_in_words,
+    describe,
+    find_operators,
+    input_casting,
+    model_spec,
+    weights_of,
+)
 from gemini.monitor.device import DeviceSource, source_of
 from gemini.monitor.live import MemoryMonitor
 from gemini.monitor.readings import share_of_host
@@ -580,9 +588,15 @@ class Wrapping:
         ignored: Collection[nn.Parameter],
         settings: Settings,
         process_group: dist.ProcessGroup | None,
+        cast_inputs: bool,
     ) -> None:
-        """ignored: parameters of the module that go into no chunk. process_group: as of `ShardedModel`."""
+        """ignored: parameters of the module that go into no chunk. process_group, cast_inputs: as of `ShardedModel`."""
         self.weights = weights_of(module, settings)
+        self.casting: dict[nn.Module, InputCasting] = {**self.weights.casting}
+        if cast_inputs:
+            in_chunks = (dtype for each, dtype in self.weights.parameters.items() if each not in ignored)
+            self.casting[module] = input_casting(settings, in_chunks)
+        self._cast_inputs = cast_inputs
         process_group = ranks_of(process_group)
         device_tier, host_tier = choose_tiers(settings.device)
         self._device = source_of(settings.device)
@@ -610,7 +624,9 @@ class Wrapping:
         links = ((name, built_link_of(parameter)) for name, parameter in by_name.items())
         built = {name: link for name, link in links if link is not None}
         self._back.stores = stores_of(built.values(), communicator.ranks)
-        spec, given = model_spec(by_name, self.operators, self._places, self.weights), settings.shared()
+        spec = model_spec(by_name, self.operators, self._places, self.weights)
+        # What the plan does not depend on is compared here, and is not in its hash.
+        given = (*settings.shared(), f"cast_inputs={self._cast_inputs}")
         # One rank's buffer would be broadcast into another's, and gloo ends the process where their sizes differ.
         buffers = buffers_in_words(self._module) if communicator.world_size > 1 else []
         facts = repr((given, spec, [*built], buffers)).encode()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,9 +38,11 @@ from gemini.optimizer.step import (
     frozen_among,
 )
 from gemini.optimizer.update import SCALES_LOSSES
+from gemini.placement.policies import MARGIN
 from gemini.runtime.grads import Becomes
+from gemini.settings import Settings
 from optim import prepare
-from optim.adam import refuse_unknown_arguments
+from optim.adam import ON_DISK, refuse_unknown_arguments
 
 # -- Checks of the arguments of `ShardedOptimizer` and of its clipping, before anything has changed.
 
@@ -65,15 +69,28 @@ def check_inner(optimizer: torch.optim.Optimizer, sharded: type[torch.optim.Opti
         raise UnsupportedError("the optimizer has stepped before: make a new one for the sharded model")
 
 
-def refuse_other_disk(optimizer: torch.optim.Optimizer, model: ShardedModel) -> None:
-    """Raises ValueError for a HybridAdam that asks for a disk, which the model was wrapped without."""
-    wanted, has = getattr(optimizer, "nvme_offload_fraction", 0.0), model.settings.disk_fraction
-    if wanted > has:
+def settings_with(optimizer: torch.optim.Optimizer, margin: float | None, model: ShardedModel) -> Settings:
+    """The model's settings with those that come with the optimizer. Local.
+
+    margin: `gpu_margin_mem_ratio`. A HybridAdam may ask for more on the disk than the model has there so far. Raises
+    ValueError if the model has its disk in another folder, or does not use `margin`.
+    """
+    settings = model.settings
+    if margin is not None:
+        settings = replace(settings, gpu_margin_mem_ratio=margin)
+    fraction, folder = (getattr(optimizer, name, None) for name in ON_DISK)
+    has = settings.disk_fraction
+    if folder is None or not fraction or fraction <= has:
+        return settings
+    if settings.disk_path is None:
+        return replace(settings, disk_path=folder, disk_optim_frac=fraction)
+    if Path(settings.disk_path).resolve() != Path(folder).resolve():
         raise ValueError(
-            f"nvme_offload_fraction={wanted:g} asks for more on the disk than the model was wrapped with, {has:g}: "
-            f"give ShardedModel disk_path={getattr(optimizer, 'nvme_offload_dir', None)!r}, "
-            f"disk_optim_frac={wanted:g}, or let the engine wrap it"
+            f"nvme_offload_fraction={fraction:g} asks for more on the disk than the model has there, {has:g}, and "
+            f"nvme_offload_dir={str(folder)!r} is not the model's folder, {str(settings.disk_path)!r}: name that one, "
+            f"or give ShardedModel disk_optim_frac={fraction:g} and leave both out"
         )
+    return replace(settings, disk_optim_frac=fraction)
 
 
 def check_max_norm(name: str, value: float | None) -> float | None:
@@ -124,7 +141,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         model: the `ShardedModel` whose parameters `optimizer` was made with, or `torch.compile` of it.
         optimizer: `HybridAdam(model.parameters(), ...)`, or a torch optimizer that works element by element. Its
-            `param_groups` and hooks become this optimizer's, and its methods then act on this one.
+            `param_groups` and hooks become this optimizer's, and its methods then act on this one. A HybridAdam with
+            `nvme_offload_fraction` gives the model its disk, as `disk_path` and `disk_optim_frac` of `Settings` do.
         initial_scale: the loss scale of the first step.
         min_scale: the loss scale never falls below it.
         growth_factor: factor of the loss scale after `growth_interval` steps without a non-finite gradient.
@@ -176,14 +194,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             frees_gradients = model.settings.frees_gradients(manager.communicator.world_size)
             if frees_gradients and any(c.trainable and c.dtype is torch.float16 for c in manager.chunks):
                 raise UnsupportedError(SCALES_LOSSES)
-            refuse_other_disk(optimizer, model)
+            settings = settings_with(optimizer, gpu_margin_mem_ratio, model)
             update = resolve_update(optimizer, elementwise)
             max_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
             if max_norm is not None:
                 refuse_clipping(model, f"clip_grad_norm={max_norm:g}")
-            group_of = agreed_groups(manager.step, optimizer)
-            if gpu_margin_mem_ratio is not None:
-                model.trainability.change_margin(gpu_margin_mem_ratio)
+            # Not the folder: ranks may have folders of other names.
+            words = f"{MARGIN}={settings.gpu_margin_mem_ratio}", f"{ON_DISK[0]}={settings.disk_fraction:g}"
+            group_of = agreed_groups(manager.step, optimizer, words)
+            model.trainability.change_settings(settings, ", ".join(words))
             drop_states(optimizer)
             self.shown_groups = ShownGroups()
             super().__init__(optimizer.param_groups, optimizer.defaults)

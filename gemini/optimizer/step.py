@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -239,9 +239,10 @@ def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> li
     return list(members.values())
 
 
-def agreed_groups(step: Step, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+def agreed_groups(step: Step, optimizer: torch.optim.Optimizer, settings: Sequence[str] = ()) -> dict[int, int]:
     """The param group of each member of one of `optimizer`, by parameter index, the same on all ranks. Collective.
 
+    settings: those of the model that come with the optimizer, in words: a rank without them would make no other plan.
     Each rank updates a part of every parameter: with another learning rate than other ranks use for theirs, if it had
     the parameter in another group. Raises DivergenceError then, and what `members_of` raises.
     """
@@ -251,7 +252,7 @@ def agreed_groups(step: Step, optimizer: torch.optim.Optimizer) -> dict[int, int
         group_in_words(number, its, group) for number, (its, group) in enumerate(zip(members, groups, strict=True))
     ]
     remedy = "All ranks must make the same optimizer, with the same parameters in the same order"
-    step.communicator.agree("\n".join([owner, *words]).encode(), "choice of optimizer", remedy=remedy)
+    step.communicator.agree("\n".join([owner, *settings, *words]).encode(), "choice of optimizer", remedy=remedy)
     return {managed.index: number for number, its in enumerate(members) for managed in its}
 
 

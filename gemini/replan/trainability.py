@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
+from gemini.memory.disk import DiskTier
 from gemini.memory.modes import uncollected
 from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.demand import Kind, OperatorSpec
@@ -44,7 +46,7 @@ _requires_grad: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get
 _TRAINED = "change of what is trained", "All ranks must freeze and unfreeze the same parameters at the same step"
 _COMPILED = "change of what is compiled", "All ranks must compile the same modules before the same forward"
 _OFFLOADED = "change of what is offloaded", "All ranks must offload and reload the same states at the same step"
-_MARGIN = "gpu_margin_mem_ratio", "All ranks must give their optimizers the same one"
+_BROUGHT = "settings that the optimizer brings", "All ranks must give their optimizers the same ones"
 
 
 class Trainability:
@@ -229,15 +231,28 @@ class Trainability:
         if names_device:
             self._free.reset_shortage()  # shortages from before say nothing about these budgets
 
-    def change_margin(self, ratio: float) -> None:
-        """Set the share of the device for masters and optimizer state, as `Settings.gpu_margin_mem_ratio`. Collective.
+    def change_settings(self, settings: Settings, shown: str) -> None:
+        """Put settings in force that an optimizer brings: where masters and its states rest. Collective if they differ.
 
-        Raises as `change_budgets`, and ValueError if the policy does not use it.
+        They may name a disk if the model has none, but no other one. shown: those that may differ, in words. Raises
+        ValueError if the folder takes no file, and as `change_budgets`; nothing has changed then.
         """
-        settings = replace(self._manager.plan.settings, gpu_margin_mem_ratio=ratio)
-        if settings != self._manager.plan.settings:
-            with self._replanning.between_steps("gpu_margin_mem_ratio="):
-                self._replan(self._flags, f"gpu_margin_mem_ratio={ratio}", _MARGIN, settings=settings)
+        manager, before = self._manager, self._manager.plan.settings
+        if settings == before:
+            return
+        memory = manager.memory
+        opens = settings.disk_path is not None and before.disk_path is None
+        with self._replanning.between_steps(shown):
+            try:
+                if settings.disk_path is not None and opens:
+                    # One rank alone may find that its folder takes no file: the others hear of it where they agree.
+                    memory.open_disk(DiskTier(Path(settings.disk_path), checks=settings.disk_checksums))
+                self._replan(self._flags, shown, _BROUGHT, settings=settings)
+            except BaseException:
+                # A move that ended half way may have left states there.
+                if opens and memory.disk is not None and not memory.disk.ledger.total_bytes:
+                    memory.drop_disk()
+                raise
 
     def change_operators(self, shown: str, operators: tuple[OperatorSpec, ...]) -> None:
         """Put another plan in force because operators have changed; what is trained has not. Collective.

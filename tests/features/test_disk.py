@@ -16,7 +16,16 @@ import pytest
 import torch
 
 import gemini
-from gemini import BudgetError, GeminiError, Settings, ShardedModel, ShardedOptimizer, deepspeed
+from gemini import (
+    BudgetError,
+    DivergenceError,
+    GeminiError,
+    RemoteRankError,
+    Settings,
+    ShardedModel,
+    ShardedOptimizer,
+    deepspeed,
+)
 from gemini.access.parameter_link import any_link_of
 from gemini.memory.disk import DiskTier, aligned_bytes
 from gemini.placement.demand import Kind, Tier
@@ -405,15 +414,83 @@ def test_colossal_ais_arguments_of_an_optimizer_give_the_model_a_disk(as_params:
     assert _on_disk(engine.model) > 0
 
 
-def test_an_optimizer_that_asks_for_a_disk_is_refused_by_a_model_without_one(tmp_path: Path) -> None:
+_ASKED: dict[str, dict[str, Any]] = {
+    "all": {"tensor_placement_policy": "cpu"},
+    "masters, in the backward": {
+        "tensor_placement_policy": "cpu",
+        "dtype": torch.bfloat16,
+        "update_in_backward": True,
+        "deferred_update": True,
+    },
+    "no training without it": {"model_data_memory": NUM_BYTES // 2, "host_memory": NUM_BYTES // 4},
+}
+
+
+def _nvme(path: Path, fraction: float = 1.0) -> dict[str, Any]:
+    return {"nvme_offload_fraction": fraction, "nvme_offload_dir": str(path)}
+
+
+def _asking(model: ShardedModel, **nvme: Any) -> ShardedOptimizer:
+    return ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2, weight_decay=0.01, **nvme))
+
+
+@on_ranks_with("place", {1: [*_ASKED], 2: [*_ASKED][:2]})
+def test_an_optimizer_that_asks_for_a_disk_gives_it_to_a_model_that_was_wrapped_before(
+    rank: int, world_size: int, place: str, tmp_path: Path
+) -> None:
+    found = []
+    for disk, nvme in ({"disk_path": tmp_path, "disk_optim_frac": 1.0}, {}), ({}, _nvme(tmp_path)):
+        model = ShardedModel(mlp.build(), **mlp.placed(**_ASKED[place], **disk))
+        with torch.no_grad():  # the plan may be one for inference by then
+            mlp.loss_of(model, rank, _ASKED[place].get("dtype"))
+        optimizer = _asking(model, **nvme)
+        for step in range(3):
+            mlp.train_step(model, optimizer, step * world_size + rank, _ASKED[place].get("dtype"))
+        assert (model.settings.disk_path is not None, model.settings.disk_fraction) == (True, 1.0)
+        found.append((gemini.state_hash(model, optimizer), model.plan.placement, _on_disk(model)))
+        model.close()
+    assert found[0] == found[1]
+    assert found[1][2] > 0 and not os.listdir(tmp_path)
+
+
+def test_a_model_with_a_disk_keeps_its_folder_when_an_optimizer_asks_for_more_there(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
     with pytest.raises(ValueError, match=r"nvme_offload_fraction=0.5 needs nvme_offload_dir="):
         HybridAdam(mlp.build().parameters(), nvme_offload_fraction=0.5)
     with pytest.raises(ValueError, match=r"nvme_offload_fraction must be a number from 0 to 1, found 2"):
         HybridAdam(mlp.build().parameters(), nvme_offload_fraction=2, nvme_offload_dir=str(tmp_path))
-    model = ShardedModel(mlp.build(), device="emulated")
-    adam = HybridAdam(model.parameters(), nvme_offload_fraction=0.5, nvme_offload_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=r"more on the disk than the model was wrapped with, 0: give ShardedModel"):
-        ShardedOptimizer(model, adam)
+    where = {"tensor_placement_policy": "cpu", "disk_path": tmp_path, "disk_optim_frac": 0.5}
+    model = ShardedModel(mlp.build(), **mlp.placed(**where))
+    with pytest.raises(ValueError, match=r"the model has there, 0.5, and .*other' is not the model's folder"):
+        _asking(model, **_nvme(tmp_path / "other"))
+    optimizer = _asking(model, **_nvme(tmp_path / "other" / ".."))
+    mlp.train_step(model, optimizer)
+    assert _on_disk(model) == 8 * mlp.CHUNK_NUMEL * mlp.LAYERS
+    optimizer.close()
+    mlp.train_step(model, _asking(model))  # the disk stays the model's
+    assert _on_disk(model) == 8 * mlp.CHUNK_NUMEL * mlp.LAYERS
+    model.close()
+
+
+@on_ranks(1, 2)
+def test_a_folder_of_an_optimizer_that_takes_no_file_leaves_the_model_without_a_disk(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    model = ShardedModel(mlp.build(), **mlp.placed(tensor_placement_policy="cpu"))
+    is_missing = rank == world_size - 1  # on one rank alone
+    with pytest.raises(ValueError if is_missing else RemoteRankError, match="takes no file"):
+        _asking(model, **_nvme(tmp_path / "missing" if is_missing else tmp_path))
+    if world_size > 1:
+        with pytest.raises(DivergenceError, match=r"nvme_offload_fraction=0.5 against nvme_offload_fraction=0\. "):
+            _asking(model, **_nvme(tmp_path, 0.5 - rank / 2))
+    assert model.settings.disk_path is None and model.chunk_manager.memory.disk is None
+    optimizer = _asking(model)
+    plain, its = mlp.plain()
+    for step in range(2):
+        mlp.train_step(model, optimizer, step)
+        mlp.train_step(plain, its, step)
+    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))
+    model.close()
 
 
 @pytest.mark.parametrize("deferred", [False, True])

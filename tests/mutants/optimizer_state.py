@@ -48,10 +48,16 @@ MUTANTS = [
     Mutant(
         "ranks may make other param groups",
         "agreed_groups",
-        'step.communicator.agree("\\n".join([owner, *words]).encode(), "choice of optimizer", remedy=remedy)',
-        'step.communicator.agree("\\n".join([owner, *words]).encode(), "choice of optimizer", remedy=remedy) if '
-        "not words else None",
+        "[owner, *settings, *words]",
+        "[owner]",
         "tests/features/test_param_groups.py::test_ranks_that_group_or_order_parameters_otherwise_make_no_optimizer",
+    ),
+    Mutant(
+        "ranks may ask for other fractions on the disk with their optimizers",
+        "agreed_groups",
+        "[owner, *settings, *words]",
+        "[owner, *words]",
+        "tests/features/test_disk.py::test_a_folder_of_an_optimizer_that_takes_no_file_leaves_the_model_without_a_disk",
     ),
     Mutant(
         "ranks may load other optimizer state",

@@ -217,8 +217,8 @@ MUTANTS = [
     ),
     Mutant(
         "an optimizer's margin changes no plan",
-        "ShardedOptimizer.__init__",
-        "if gpu_margin_mem_ratio is not None:",
+        "settings_with",
+        "if margin is not None:",
         "if False:",
         "tests/features/test_offload_fractions.py",
     ),
