@@ -1,5 +1,6 @@
 """Ranks that take different ways are told apart, never mixed up; what one rank alone refers to changes nothing."""
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini import DivergenceError, HybridAdam, ShardedModel, ShardedOptimizer, set_leaf_module
+from gemini import BudgetError, DivergenceError, HybridAdam, ShardedModel, ShardedOptimizer, set_leaf_module
 from gemini.ranks import watchdog
 from tests.dist import divergence_cases, view_cases
 from tests.harness.on_ranks import on_ranks
@@ -256,4 +257,42 @@ def test_experts_in_one_tensor_are_named_with_the_mark_that_they_need(
             pytest.raises(DivergenceError, match=r"experts in one tensor, mark its class with gemini.set_leaf_module"),
         ):
             model(rows).square().mean().backward()
+    model.close()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", [{}, {"model_data_memory": "least"}, {"tensor_placement_policy": "cpu"}])
+def test_experts_in_one_tensor_of_this_name_train_without_a_mark(
+    rank: int, world_size: int, place: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 32), Block(), Block(), nn.Linear(32, 8))
+    module, wrap = copy.deepcopy(plain), {"device": "emulated", **place}
+    if "model_data_memory" in place:
+        with pytest.raises(BudgetError) as refused:
+            ShardedModel(module, **{**wrap, "model_data_memory": 64})
+        wrap["model_data_memory"] = refused.value.needed_bytes
+    model = ShardedModel(module, **wrap)
+    optimizer, its = ShardedOptimizer(model, HybridAdam(model.parameters())), HybridAdam(plain.parameters())
+    for step in range(3):
+        # Ranks choose other experts, in other numbers.
+        rows = [torch.randn(4 + 3 * k, 32, generator=torch.Generator().manual_seed(9 * step + k)) for k in range(2)]
+        for each in rows:
+            (plain(each).square().mean() / 2).backward()
+        optimizer.backward(model(rows[rank]).square().mean())
+        for one in (optimizer, its):
+            one.step()
+            one.zero_grad()
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value)
     model.close()
