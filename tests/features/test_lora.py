@@ -132,7 +132,7 @@ def merge_adapters(model: Any) -> None:
     (model.module if isinstance(model, ShardedModel) else model).merge_adapter()
 
 
-@on_ranks(1, 2)
+@on_ranks(1, soak=(2,))
 @pytest.mark.parametrize("use", [train_adapters, merge_adapters])
 def test_the_message_about_views_that_peft_keeps_names_what_lets_adapters_on_experts_work(
     rank: int, world_size: int, use: Callable[[Any], None]
