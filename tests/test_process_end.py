@@ -7,6 +7,7 @@ name that torch gives to those, works outside of Python's lock for a moment, and
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +49,23 @@ def test_threads_that_are_idle_are_not_waited_for() -> None:
     started = time.monotonic()
     wait_until_gloo_is_idle(60.0)
     assert time.monotonic() - started < 20.0
+
+
+# As Hugging Face models do by caches of their library, the model outlives the modules of gemini, which the interpreter
+# empties first: torch was imported before them.
+OUTLIVES = """
+import sys, torch
+from gemini import ZeroInitContext
+
+with ZeroInitContext({arguments}):
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+torch.kept = model, [each for name, each in sys.modules.items() if name.startswith("gemini")]
+"""
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_a_model_that_was_built_and_never_wrapped_lets_its_script_end_in_silence(place: str, tmp_path: Path) -> None:
+    arguments = f"home='disk', disk_path={str(tmp_path)!r}" if place == "disk" else ""
+    script = OUTLIVES.replace("{arguments}", arguments)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")

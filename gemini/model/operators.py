@@ -319,8 +319,9 @@ def set_leaf_module(model: nn.Module, classes: Modules) -> list[nn.Module]:
     """Mark modules that choose among their children by data, such as a mixture of experts.
 
     A marked module is fetched as one operator, with all of its children, so that ranks that choose different children
-    still fetch the same chunks. A module with a `ModuleList` called `experts` is treated so without a mark. Local, but
-    every rank must mark alike, before the model is wrapped.
+    still fetch the same chunks. A module with a `ModuleList` called `experts` is treated so without a mark, and so is a
+    module called `experts` that owns a parameter of three dimensions. Local, but every rank must mark alike, before the
+    model is wrapped.
 
     Args:
         model: the module that will be wrapped.
@@ -365,6 +366,18 @@ def chooses(module: nn.Module) -> bool:
     # A list of one expert leaves no choice.
     lists = (name for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child) > 1)
     return any(_EXPERTS.fullmatch(name) for name in lists)
+
+
+def _is_stack_of_experts(module: nn.Module, name: str) -> bool:
+    """Whether the module of this name is experts in one tensor, and nobody has said whether it is a leaf.
+
+    Forward fetches all chunks of an operator, but backward fetches by use. A loop over the experts that this rank's
+    tokens chose, such as that of transformers' "eager" experts, uses them in an order that differs by rank.
+    """
+    if is_marked(module) or not _EXPERTS.fullmatch(name.rpartition(".")[2]):
+        return False
+    # A stack of one leaves no choice.
+    return any(each.dim() >= 3 and len(each) > 1 for each in module.parameters(recurse=False))
 
 
 def _mark(model: nn.Module, classes: Modules, function: str, mark: bool) -> list[nn.Module]:
@@ -578,7 +591,8 @@ def find_operators(
         # Data also decides about everything inside a router. Where nothing is gathered, ranks may differ freely, and
         # the modules inside stay operators of their own.
         is_chosen = is_chosen or is_router
-        routes = gathers and is_router
+        # Some expert of a stack is used on every rank, so the gradient of the whole stack comes, chosen by no data.
+        routes = gathers and (is_router or _is_stack_of_experts(module, name))
         is_leaf = routes or compiled or isinstance(module, _LEAVES)
         # Parameters of other modules that the user has registered with this one are fetched with its own.
         external = [parameter for each in (module, *inside) for parameter in external_parameters(each)]

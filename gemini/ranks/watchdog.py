@@ -225,6 +225,10 @@ USED_ALONE = (
     "What uses the model takes all ranks: call it on every rank, not under `if accelerator.is_main_process`, or enter "
     "gathered_for_generation() of the accelerator, trainer or engine on every rank and call the module inside on one"
 )
+STARTED_ALONE = (
+    "A model is wrapped, and goes on after an error, on every rank: look for code that differs by rank, such as "
+    "ShardedModel(...) under `if rank == 0`. Raise rank_timeout= if a rank may be that slow"
+)
 _num_watches: Counter[tuple[int, ...]] = Counter()  # by the global ranks that take part
 
 
@@ -313,6 +317,7 @@ class Watchdog:
                 self._messages.say_where(*self._where())
                 if _contradict(places := self._messages.places()):
                     self._raise_diverged(places)
+                self._warn_if_alone(places, now - started)
                 self._raise_if_lost(now - started)
             time.sleep(_MEET_POLL_S)
         said = {rank: (str(number), words) for rank, words in enumerate(self._messages.said(keys))}
@@ -381,20 +386,20 @@ class Watchdog:
         Raises RankLostError after `rank_timeout_s`, and what another rank has published.
         """
         self._raise_torn()
-        deadline = time.monotonic() + self.rank_timeout_s
-        last_look = time.monotonic()
+        started = last_look = time.monotonic()
         count = self._messages.join()
         # Ranks that come together do not wait for long; a rank that waits longer asks the store less often.
         pause_s = _MEET_POLL_S
         while count < self.world_size:
             now = time.monotonic()
-            if now > deadline:
-                raise RankLostError(
-                    f"rank {self.rank} waited {self.rank_timeout_s:.0f} s for the others to start together"
-                )
+            waited_s = now - started
+            if waited_s > self.rank_timeout_s:
+                raise RankLostError(f"{self._waits_to_start(waited_s, count)}. {STARTED_ALONE}")
             if now - last_look > POLL_S:
                 last_look = now
                 self._raise_remote(None)
+                if waited_s >= ALONE_AFTER_S:
+                    self._warn_once(f"{self._waits_to_start(waited_s, count)} yet. {STARTED_ALONE}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _JOIN_POLL_S)
             count = self._messages.num_joined()
@@ -491,14 +496,26 @@ class Watchdog:
 
     def _warn_if_alone(self, places: Mapping[int, object], waited_s: float) -> None:
         """Say once that other ranks are in no collective of this model: they may wait in another library's."""
-        if self._has_said_alone or waited_s < ALONE_AFTER_S or len(places) == self.world_size:
+        if waited_s < ALONE_AFTER_S or len(places) == self.world_size:
             return
-        self._has_said_alone = True
         others = ", ".join(str(rank) for rank in range(self.world_size) if rank not in places)
-        # A line in the log, because the other rank may be slow: a warning that is made an error would end this one.
-        get_dist_logger().warning(
+        self._warn_once(
             f"rank {self.rank} uses the model alone, or rank {others} is slow: it has waited {waited_s:.0f} s at "
             f"{self._where()[1]}, and rank {others} is in no collective of the model. {USED_ALONE}"
+        )
+
+    def _warn_once(self, words: str) -> None:
+        # A line in the log, because the other rank may be slow: a warning that is made an error would end this one.
+        if not self._has_said_alone:
+            self._has_said_alone = True
+            get_dist_logger().warning(words)
+
+    def _waits_to_start(self, waited_s: float, count: int) -> str:
+        # No rank says who has come to the start, only how many have.
+        missing = self.world_size - count
+        return (
+            f"rank {self.rank} waited {waited_s:.0f} s for the others to start together, and {missing} of "
+            f"{self.world_size} ranks did not come"
         )
 
     def _raise_if_lost(self, waited_s: float) -> None:

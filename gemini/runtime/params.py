@@ -25,16 +25,20 @@ from gemini.runtime.chunk import Chunk, ParamState
 # -- The errors for a chunk that gets no slot.
 
 
-def slot_is_held(where: str, what: str, budget_bytes: int | None) -> SlotError:
+def slot_is_held(where: str, what: str, chunk: Chunk | None, budget_bytes: int | None) -> SlotError:
     """The error for memory that a chunk must leave while a view keeps it.
 
-    what: which chunk must leave, and for what.
+    what: which chunk must leave, and for what. chunk: that chunk, if it is known.
     """
+    # A larger budget gives homes on the device to other weights first. Libraries that keep views, as peft does of
+    # adapters on experts in one tensor, keep them of small weights: these can stay where their views are.
+    largest = "" if chunk is None else 1 + max(managed.numel for managed in chunk.parameters)
     place = "the memory that the device has left" if budget_bytes is None else f"{budget_bytes} bytes"
     more = "free memory there" if budget_bytes is None else "allow more with model_data_memory= or device_memory="
     return SlotError(
         f"{where}: {what}, but a view of one of its parameters is still alive, and there is no spare slot "
-        f"in {place}. Do not keep views of parameters (or .data of them) beyond their operator, or {more}"
+        f"in {place}. Do not keep views of parameters (or .data of them) beyond their operator; or keep weights that "
+        f"are this small on the device, where they may be viewed, with param_persistence_threshold={largest}; or {more}"
     )
 
 
@@ -220,7 +224,8 @@ class PayloadSlots:
             return self.pools[chunk.oversize].first_free()
         except BudgetError:
             whose = "another chunk" if victim is None else f"chunk {victim.index} ({victim.names()})"
-            raise self._held(f"{whose} must leave its slot for chunk {chunk.index} ({chunk.names()})") from None
+            what = f"{whose} must leave its slot for chunk {chunk.index} ({chunk.names()})"
+            raise self._held(what, victim) from None
 
     def all_in_use(self, chunk: Chunk) -> GeminiError:
         """The error for a chunk that gets no slot."""
@@ -230,8 +235,8 @@ class PayloadSlots:
         pool = self.pools[chunk.oversize]
         return slots_are_in_use(self._position.here(), chunk, pool, self._chunks, has_budget)
 
-    def _held(self, what: str) -> SlotError:
-        return slot_is_held(self._position.here(), what, self._device.capacity_bytes)
+    def _held(self, what: str, chunk: Chunk | None) -> SlotError:
+        return slot_is_held(self._position.here(), what, chunk, self._device.capacity_bytes)
 
     def release(self, chunk: Chunk, successor: Chunk | None = None) -> bool:
         """Take a gathered chunk out of its slot. False if a view holds the slot, which is then set aside.
@@ -281,7 +286,8 @@ class PayloadSlots:
         try:
             chunk.keep_slot(self._device)
         except BudgetError:
-            raise self._held(f"chunk {chunk.index} ({chunk.names()}) must leave its slot for an update") from None
+            what = f"chunk {chunk.index} ({chunk.names()}) must leave its slot for an update"
+            raise self._held(what, chunk) from None
         self.left.append(before)
 
     def close_left(self) -> None:

@@ -1,12 +1,16 @@
 """LoRA through peft, and embeddings that change their size."""
 
+import copy
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from gemini import ReleasedParameterError, ShardedModel, ShardedOptimizer, state_hash
-from tests.harness.on_ranks import on_ranks_with
+from gemini import BudgetError, ReleasedParameterError, ShardedModel, ShardedOptimizer, SlotError, state_hash
+from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.zoo import lora, mlp
 from tests.zoo.hf_models import gpt2
 
@@ -95,3 +99,60 @@ def test_an_embedding_changes_its_size_before_wrapping_and_after_by_way_of_the_p
     model, optimizer, its = wrapped(plain)
     assert model.state_dict()["transformer.wte.weight"].shape[0] == 280
     steps(3, 4)
+
+
+def adapters_on_experts() -> nn.Module:
+    """A mixture of experts in parameters of three dimensions, with adapters on these, as peft makes them."""
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=64, **sizes, **heads))
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+    adapted: nn.Module = peft.get_peft_model(model, config)
+    return adapted
+
+
+def train_adapters(model: Any) -> None:
+    rows = torch.arange(18).view(2, 9) + 3
+    wrapped = isinstance(model, ShardedModel)
+    optimizer: Any = mlp.adam(p for p in model.parameters() if p.requires_grad)
+    if wrapped:
+        optimizer = ShardedOptimizer(model, optimizer)
+    for _ in range(2):
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def merge_adapters(model: Any) -> None:
+    (model.module if isinstance(model, ShardedModel) else model).merge_adapter()
+
+
+@on_ranks(1, soak=(2,))
+@pytest.mark.parametrize("use", [train_adapters, merge_adapters])
+def test_the_message_about_views_that_peft_keeps_names_what_lets_adapters_on_experts_work(
+    rank: int, world_size: int, use: Callable[[Any], None]
+) -> None:
+    """At the least budget peft keeps views of adapters in slots that experts need, unless these stay on the device."""
+    plain = adapters_on_experts()
+    module, threshold = copy.deepcopy(plain), 0
+    use(plain)
+    for _ in range(4):
+        wrap: dict[str, Any] = {"device": "emulated", "param_persistence_threshold": threshold}
+        with pytest.raises(BudgetError) as refused:
+            ShardedModel(copy.deepcopy(module), model_data_memory=64, **wrap)
+        model = ShardedModel(copy.deepcopy(module), model_data_memory=refused.value.needed_bytes, **wrap)
+        try:
+            use(model)
+            break
+        except SlotError as error:
+            (named,) = re.findall(r"param_persistence_threshold=(\d+)", str(error))
+            threshold = int(named)
+            model.close()
+    assert 0 < threshold <= 513, "the larger adapters have 512 elements"
+    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))
+    model.close()
