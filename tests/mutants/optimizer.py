@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant(
         "the step ignores what no_sync() left",
         "OptimizerStep._collect",
-        "self._manager.step.reductions.catch_up()",
+        "self._reductions.catch_up()",
         "",
         "tests/features/test_unsynced.py::test_what_backwards_under_no_sync_left_is_reduced_when_it_is_needed",
     ),
