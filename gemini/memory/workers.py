@@ -74,14 +74,18 @@ class WorkPiece(Over):
         work = self._take()
         if work is None:
             return
+        failed: BaseException | None = None
         try:
             work()
         except BaseException as error:
-            self.end(error)
-        else:
-            # What the work has used is free before anybody is told that it is over.
-            del work
-            self.end()
+            failed = error
+        # What the work has used is free before anybody is told that it is over: a slot of which a request still had a
+        # view would count as held by the user, and the next chunk as one that gets none.
+        del work
+        try:
+            self.end(failed)
+        finally:
+            del failed  # else the error's traceback would keep the error
 
     def cancel(self, error: BaseException) -> bool:
         """End the work with an error, if no thread has taken it. False: one has, and will end it."""
