@@ -13,7 +13,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from gemini.checksum import crc32
 from gemini.errors import CheckpointError
+from gemini.memory.workers import Workers, WorkPiece, give_up
 
 PIECE_BYTES = 2**23
 _NUM_REQUESTS = 2  # on their way at once: more did not read or write faster
@@ -36,19 +37,17 @@ class DiskIO:
     """
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        self._workers = Workers(_NUM_REQUESTS + 1, holds_forks_up=False)  # one more for checksums
         self._free: list[memoryview] = []
         self._num_buffers = 0
-        self._under_way: deque[tuple[Future[None], memoryview]] = deque()
+        self._under_way: deque[tuple[WorkPiece, memoryview]] = deque()
 
     def __enter__(self) -> DiskIO:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.await_requests()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._workers.close()
 
     def await_requests(self) -> None:
         """Wait for what is on its way, however it ends, before a file is closed. Raises nothing.
@@ -56,8 +55,10 @@ class DiskIO:
         A thread that still writes must not meet a closed file, nor one that others open under the same number.
         """
         while self._under_way:
-            future, buffer = self._under_way.popleft()
-            future.exception()
+            # It leaves the queue behind the wait: an interrupted one is waited for again.
+            piece, buffer = self._under_way[0]
+            piece.wait()
+            self._under_way.popleft()
             self._give_back(buffer)
 
     # -- writing
@@ -70,12 +71,13 @@ class DiskIO:
         if len(data) < PIECE_BYTES:
             write_all(file.number, data, position)
             return crc32(data)
-        crc = self._threads().submit(crc32, data)
-        try:
+        found: list[int] = []
+        crc = WorkPiece(lambda: found.append(crc32(data)))
+        # Nothing may read `data` behind it any more.
+        with self._workers.carrying_out([crc]):
             self._write(file, data, position)
-        finally:
-            crc.exception()  # nothing may read `data` any more
-        return crc.result()
+            crc.result()
+        return found[0]
 
     def _write(self, file: OutputFile, data: memoryview, position: int) -> None:
         start = -position % _BLOCK_BYTES
@@ -89,7 +91,7 @@ class DiskIO:
             piece = data[at : min(at + PIECE_BYTES, end)]
             buffer = self._buffer()[: len(piece)]
             np.copyto(_array(buffer), _array(piece))  # without holding other threads up, unlike a slice's assignment
-            self._submit(buffer, file.write_direct, buffer, position + at)
+            self._begin(partial(file.write_direct, buffer, position + at), buffer)
 
     def finish_writes(self) -> None:
         """Wait for all writes. Raises OSError."""
@@ -104,23 +106,15 @@ class DiskIO:
             read_exactly(file, path, start, into)
             return
         pieces = [
-            self._threads().submit(read_exactly, file, path, start + at, into[at : at + PIECE_BYTES])
+            WorkPiece(partial(read_exactly, file, path, start + at, into[at : at + PIECE_BYTES]))
             for at in range(0, len(into), PIECE_BYTES)
         ]
-        try:
+        # Nothing may be written to `into` behind it any more.
+        with self._workers.carrying_out(pieces):
             for piece in pieces:
                 piece.result()
-        finally:
-            for piece in pieces:  # after an error: nothing may be written to `into` any more
-                if not piece.cancel():
-                    piece.exception()
 
     # -- buffers and threads
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_NUM_REQUESTS + 1, "gemini disk")  # one more for checksums
-        return self._pool
 
     def _buffer(self) -> memoryview:
         """Memory that nothing uses. Waits for the oldest request if there is none."""
@@ -131,12 +125,18 @@ class DiskIO:
             self._wait_for_oldest()
         return self._free.pop()
 
-    def _submit(self, buffer: memoryview, function: Callable[..., None], *arguments: Any) -> None:
-        self._under_way.append((self._threads().submit(function, *arguments), buffer))
+    def _begin(self, work: Callable[[], None], buffer: memoryview) -> None:
+        piece = WorkPiece(work)
+        self._under_way.append((piece, buffer))  # first: an interrupt leaves nothing under way that nobody awaits
+        try:
+            self._workers.begin([piece])
+        except BaseException as error:
+            give_up([piece], error)
+            raise
 
     def _wait_for_oldest(self) -> None:
-        future, buffer = self._under_way[0]
-        future.result()
+        piece, buffer = self._under_way[0]
+        piece.result()
         self._under_way.popleft()
         self._give_back(buffer)
 

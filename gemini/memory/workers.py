@@ -16,7 +16,8 @@ import os
 import weakref
 from _thread import LockType, allocate_lock, get_ident, start_new_thread
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 
@@ -118,8 +119,10 @@ class Workers:
     which may train after the end of the main thread: `concurrent.futures` begins nothing any more by then.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, holds_forks_up: bool = True) -> None:
+        """holds_forks_up: a fork waits for the work. False: it is of no use to a child."""
         self._num_threads = num_threads
+        self.holds_forks_up = holds_forks_up
         self._queue: _Queue = SimpleQueue()
         self._threads: dict[int, Over] = {}  # by its number: that the thread has ended
         self._left: set[WorkPiece] = set()  # begun, and not over
@@ -134,6 +137,15 @@ class Workers:
         for piece in pieces:
             self._left.add(piece)
             self._queue.put(piece)
+
+    @contextmanager
+    def carrying_out(self, pieces: Sequence[WorkPiece]) -> Iterator[None]:
+        """Have pieces carried out. None of them is under way behind the context, an interrupted one included."""
+        try:
+            self.begin(pieces)
+            yield
+        finally:
+            give_up(pieces, RuntimeError("the work before it has failed"))
 
     def join(self) -> None:
         """Wait until all pieces that have begun are over, however they ended."""
@@ -186,7 +198,8 @@ def _before_fork() -> None:
     # The child, such as a DataLoader's worker, would see weights that nobody updates to the end, and memory into which
     # nobody reads.
     for each in list(_all_workers):
-        each.join()
+        if each.holds_forks_up:
+            each.join()
 
 
 def _after_fork() -> None:
