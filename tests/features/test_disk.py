@@ -20,7 +20,8 @@ import torch
 import gemini
 from gemini import BudgetError, GeminiError, Settings, ShardedModel, ShardedOptimizer, deepspeed
 from gemini.access.parameter_link import any_link_of
-from gemini.memory.disk import BLOCK_BYTES, DiskTier, aligned_bytes
+from gemini.memory.direct import BLOCK_BYTES
+from gemini.memory.disk import DiskTier, aligned_bytes
 from gemini.memory.slot import SharedStorage
 from gemini.memory.workers import WorkPiece
 from gemini.placement.demand import Kind, Tier
