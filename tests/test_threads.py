@@ -1,7 +1,10 @@
 """Threads that share a model: one at a time is in a forward or backward, and one that ended leaves nothing stuck."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from torch import Tensor, nn
 from gemini import GeminiError, ShardedModel
 from tests.test_interrupts import BY, CALLS, PLACES
 from tests.zoo import mlp
+
+ROOT = Path(__file__).parents[1]
 
 
 class Meeting(nn.Module):
@@ -122,3 +127,34 @@ def test_the_users_hooks_stay_when_a_call_of_another_thread_is_over(called: str)
         loss = mlp.loss_of(model, 0)
     assert packed
     loss.backward()
+
+
+# In a process of its own: the first models of a process register something with torch that it takes once.
+FIRST_MODELS = """
+import threading
+import gemini
+from tests.zoo import mlp
+
+modules, together, trained = [mlp.build() for _ in range(3)], threading.Barrier(3), []
+
+
+def train(module):
+    together.wait()
+    model = gemini.ShardedModel(module, **mlp.placed(tensor_placement_policy="cpu"))
+    optimizer = gemini.ShardedOptimizer(model, mlp.adam(model.parameters()))
+    mlp.train_step(model, optimizer)
+    trained.append(gemini.state_hash(model, optimizer))
+
+
+threads = [threading.Thread(target=train, args=(module,)) for module in modules]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(trained), len(set(trained)))
+"""
+
+
+def test_the_first_models_of_a_process_are_wrapped_in_several_threads_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST_MODELS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "3 1\n"), done.stderr[-4000:]

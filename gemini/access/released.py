@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from enum import Enum
@@ -581,10 +582,16 @@ def _names(released: Sequence[Tensor]) -> str:
     return f"parameter {', '.join(names)}" if names else "a parameter of a ShardedModel"
 
 
-@functools.cache
-def guard_placeholders() -> torch.library.Library:
+_guards: list[torch.library.Library] = []  # a registration ends with its object
+_guarding = threading.Lock()
+
+
+def guard_placeholders() -> None:
     """Register `_answer` with torch, once in this process, for the first model: it takes 10 ms."""
-    # torch takes a fallback for the namespace `_` only, which stands for all of them.
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(_answer, GUARD)
-    return library  # the registration ends with this object
+    # torch refuses a second fallback: two threads may wrap their first models at once.
+    with _guarding:
+        if not _guards:
+            # torch takes a fallback for the namespace `_` only, which stands for all of them.
+            library = torch.library.Library("_", "IMPL")
+            library.fallback(_answer, GUARD)
+            _guards.append(library)

@@ -8,12 +8,11 @@ piece, which share blocks with other pieces, the ordinary way is taken: both see
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ import numpy as np
 
 from gemini.checksum import crc32
 from gemini.errors import CheckpointError
+from gemini.memory.direct import BLOCK_BYTES, carry_out, past_the_cache
+from gemini.memory.workers import Workers, WorkPiece, give_up
 
 PIECE_BYTES = 2**23
 _NUM_REQUESTS = 2  # on their way at once: more did not read or write faster
 _NUM_BUFFERS = 4
-_BLOCK_BYTES = 4096  # to which O_DIRECT aligns positions, lengths and memory: a multiple of every usual sector
-_WRITE_BYTES = 2**26  # at once: a signal or an error is noticed between two of these
 
 
 class DiskIO:
@@ -36,19 +35,17 @@ class DiskIO:
     """
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        self._workers = Workers(_NUM_REQUESTS + 1, holds_forks_up=False)  # one more for checksums
         self._free: list[memoryview] = []
         self._num_buffers = 0
-        self._under_way: deque[tuple[Future[None], memoryview]] = deque()
+        self._under_way: deque[tuple[WorkPiece, memoryview]] = deque()
 
     def __enter__(self) -> DiskIO:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.await_requests()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._workers.close()
 
     def await_requests(self) -> None:
         """Wait for what is on its way, however it ends, before a file is closed. Raises nothing.
@@ -56,8 +53,10 @@ class DiskIO:
         A thread that still writes must not meet a closed file, nor one that others open under the same number.
         """
         while self._under_way:
-            future, buffer = self._under_way.popleft()
-            future.exception()
+            # It leaves the queue behind the wait: an interrupted one is waited for again.
+            piece, buffer = self._under_way[0]
+            piece.wait()
+            self._under_way.popleft()
             self._give_back(buffer)
 
     # -- writing
@@ -70,16 +69,17 @@ class DiskIO:
         if len(data) < PIECE_BYTES:
             write_all(file.number, data, position)
             return crc32(data)
-        crc = self._threads().submit(crc32, data)
-        try:
+        found: list[int] = []
+        crc = WorkPiece(lambda: found.append(crc32(data)))
+        # Nothing may read `data` behind it any more.
+        with self._workers.carrying_out([crc]):
             self._write(file, data, position)
-        finally:
-            crc.exception()  # nothing may read `data` any more
-        return crc.result()
+            crc.result()
+        return found[0]
 
     def _write(self, file: OutputFile, data: memoryview, position: int) -> None:
-        start = -position % _BLOCK_BYTES
-        end = len(data) - (position + len(data)) % _BLOCK_BYTES
+        start = -position % BLOCK_BYTES
+        end = len(data) - (position + len(data)) % BLOCK_BYTES
         if not file.is_direct or end <= start:
             write_all(file.number, data, position)
             return
@@ -89,7 +89,7 @@ class DiskIO:
             piece = data[at : min(at + PIECE_BYTES, end)]
             buffer = self._buffer()[: len(piece)]
             np.copyto(_array(buffer), _array(piece))  # without holding other threads up, unlike a slice's assignment
-            self._submit(buffer, file.write_direct, buffer, position + at)
+            self._begin(partial(file.write_direct, buffer, position + at), buffer)
 
     def finish_writes(self) -> None:
         """Wait for all writes. Raises OSError."""
@@ -104,23 +104,15 @@ class DiskIO:
             read_exactly(file, path, start, into)
             return
         pieces = [
-            self._threads().submit(read_exactly, file, path, start + at, into[at : at + PIECE_BYTES])
+            WorkPiece(partial(read_exactly, file, path, start + at, into[at : at + PIECE_BYTES]))
             for at in range(0, len(into), PIECE_BYTES)
         ]
-        try:
+        # Nothing may be written to `into` behind it any more.
+        with self._workers.carrying_out(pieces):
             for piece in pieces:
                 piece.result()
-        finally:
-            for piece in pieces:  # after an error: nothing may be written to `into` any more
-                if not piece.cancel():
-                    piece.exception()
 
     # -- buffers and threads
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_NUM_REQUESTS + 1, "gemini disk")  # one more for checksums
-        return self._pool
 
     def _buffer(self) -> memoryview:
         """Memory that nothing uses. Waits for the oldest request if there is none."""
@@ -131,12 +123,18 @@ class DiskIO:
             self._wait_for_oldest()
         return self._free.pop()
 
-    def _submit(self, buffer: memoryview, function: Callable[..., None], *arguments: Any) -> None:
-        self._under_way.append((self._threads().submit(function, *arguments), buffer))
+    def _begin(self, work: Callable[[], None], buffer: memoryview) -> None:
+        piece = WorkPiece(work)
+        self._under_way.append((piece, buffer))  # first: an interrupt leaves nothing under way that nobody awaits
+        try:
+            self._workers.begin([piece])
+        except BaseException as error:
+            give_up([piece], error)
+            raise
 
     def _wait_for_oldest(self) -> None:
-        future, buffer = self._under_way[0]
-        future.result()
+        piece, buffer = self._under_way[0]
+        piece.result()
         self._under_way.popleft()
         self._give_back(buffer)
 
@@ -151,13 +149,13 @@ class OutputFile:
     def __init__(self, path: Path, num_bytes: int) -> None:
         """Makes the file, with room for all bytes. Raises OSError, for a full disk before any of them is written."""
         self.number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._direct = -1
+        self._direct = self.number
         self._edges: list[tuple[bytes, int]] = []
         try:
             if hasattr(os, "posix_fallocate") and num_bytes:
                 os.posix_fallocate(self.number, 0, num_bytes)
-            if num_bytes >= PIECE_BYTES and hasattr(os, "O_DIRECT"):
-                self._direct = _open_direct(path)
+            if num_bytes >= PIECE_BYTES:
+                self._direct = past_the_cache(self.number)
         except BaseException:
             self.close()
             raise
@@ -165,18 +163,11 @@ class OutputFile:
     @property
     def is_direct(self) -> bool:
         """Whether large pieces go past the page cache."""
-        return self._direct >= 0
+        return self._direct != self.number
 
     def write_direct(self, data: memoryview, position: int) -> None:
         """Write a piece past the page cache; its memory, length and position are aligned. Raises OSError."""
-        try:
-            done = os.pwrite(self._direct, data, position)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # else this file system wants another alignment
-                raise
-            done = 0
-        # A disk that fills up takes less than it was given.
-        write_all(self.number, data[done:], position + done)
+        _write(self._direct, self.number, data, position)
 
     def keep_edge(self, data: memoryview, position: int) -> None:
         """Take bytes beside a large piece, of less than a block. `finish` writes them.
@@ -195,17 +186,10 @@ class OutputFile:
 
     def close(self) -> None:
         """Close the file, complete or not. Closing it again does nothing."""
-        for number in (self.number, self._direct):
+        for number in {self.number, self._direct}:
             if number >= 0:
                 os.close(number)
         self.number = self._direct = -1
-
-
-def _open_direct(path: Path) -> int:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT)
-    except OSError:  # a file system without it
-        return -1
 
 
 def _array(data: memoryview) -> Any:
@@ -214,17 +198,17 @@ def _array(data: memoryview) -> Any:
 
 def write_all(file: int, data: memoryview, position: int) -> None:
     """Write bytes to a place in a file. Raises OSError."""
-    done = 0
-    while done < len(data):
-        # A write may take less than it was given, as a disk that fills up does; the next one then raises.
-        done += os.pwrite(file, data[done : done + _WRITE_BYTES], position + done)
+    _write(file, file, data, position)
+
+
+def _write(file: int, ordinary: int, data: memoryview, position: int) -> None:
+    done = carry_out(os.pwritev, file, ordinary, data, position)
+    if done < len(data):
+        raise OSError(0, f"the disk took {done} of {len(data)} bytes")
 
 
 def read_exactly(file: int, path: Path, start: int, into: memoryview) -> None:
     """Fill `into` from position `start` of a file. Raises OSError, or CheckpointError if the file ends before."""
-    done = 0
-    while done < len(into):
-        got = os.preadv(file, [into[done : done + _WRITE_BYTES]], start + done)
-        if not got:
-            raise CheckpointError(f"{path} ends after {start + done} bytes, {len(into) - done} more were expected")
-        done += got
+    done = carry_out(os.preadv, file, file, into, start)
+    if done < len(into):
+        raise CheckpointError(f"{path} ends after {start + done} bytes, {len(into) - done} more were expected")

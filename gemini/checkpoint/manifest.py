@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gemini.checkpoint.tensor_files import checksum, parts_in
 from gemini.checksum import crc32
 from gemini.errors import CheckpointError
+from gemini.memory.workers import Workers, WorkPiece
 
 # -- What a checkpoint says of itself: `checkpoint.json`, and a file for what each rank alone has.
 #
@@ -235,16 +236,16 @@ def verify_files(folder: Path, rank_file: RankFile, told: Callable[[int], None] 
     for name, summary in rank_file.files.items():
         spans += _spans_of(folder / name, summary)
     # A file is read in some threads while others compute: each alone does both in turns.
-    with ThreadPoolExecutor(_NUM_VERIFYING) as pool:
-        checks = [pool.submit(_verify, span) for span in spans]
-        try:
+    checks = [WorkPiece(partial(_verify, span)) for span in spans]
+    workers = Workers(_NUM_VERIFYING, holds_forks_up=False)
+    try:
+        with workers.carrying_out(checks):
             for check, span in zip(checks, spans, strict=True):
                 check.result()
                 if told is not None:
                     told(span.num_bytes)
-        finally:
-            for check in checks:
-                check.cancel()
+    finally:
+        workers.close()
 
 
 def verify_headers(folder: Path, rank_file: RankFile) -> None:

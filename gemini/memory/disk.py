@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gemini.checksum import crc32
 from gemini.errors import BudgetError, GeminiError, UnsupportedError, closed
+from gemini.memory.direct import BLOCK_BYTES, Call, carry_out, in_blocks, past_the_cache
 from gemini.memory.tier import MemoryTier
 from gemini.memory.workers import Workers, WorkPiece, give_up
 from gemini.placement.demand import format_bytes
@@ -43,14 +44,9 @@ class DiskFailure(GeminiError):
 # its region see to that.
 
 
-BLOCK_BYTES = 4096
-"""To which O_DIRECT aligns positions, lengths and memory: a multiple of every usual sector."""
 _REQUEST_BYTES = 2**22
 _NUM_REQUESTS = 4
 """On their way at once. Requests of 4 MiB by four threads read and write at the disk's rate: `benchmarks/disk.py`."""
-
-
-_Call = Callable[[int, list[memoryview], int], int]  # `os.preadv` or `os.pwritev`
 
 
 class StateOwner(Protocol):
@@ -89,7 +85,7 @@ class DiskTier(MemoryTier):
                 f"disk_path={str(folder)!r} takes no file: {error.strerror} (errno {error.errno}). Name a folder on a "
                 "local disk that this user may write to"
             ) from None
-        self._direct = _past_the_cache(self._file)
+        self._direct = past_the_cache(self._file)
         self._end = 0
         self._free: list[tuple[int, int]] = []  # (start, bytes) of ranges whose last tensor has died
         self._places: dict[int, _RangeOfFile] = {}  # by the address of a buffer
@@ -101,7 +97,7 @@ class DiskTier(MemoryTier):
 
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
         self.refuse_if_ended()
-        length = max(BLOCK_BYTES, _in_blocks(num_bytes))
+        length = max(BLOCK_BYTES, in_blocks(num_bytes))
         start = self._range_of(length)
         was_used = start is not None
         if start is None:
@@ -249,7 +245,7 @@ class DiskTier(MemoryTier):
         place, start = self._place_of(there)
         is_last = start + there.nbytes == place.start + place.num_bytes
         # Whole blocks go past the cache: nothing else is in the last one, and staging memory has room for it.
-        file, data = self._direct, _bytes_of(memory, _in_blocks(memory.nbytes) if is_last else memory.nbytes)
+        file, data = self._direct, _bytes_of(memory, in_blocks(memory.nbytes) if is_last else memory.nbytes)
         if data is None or start % BLOCK_BYTES or len(data) % BLOCK_BYTES:
             file, data = self._file, _bytes_of(memory, memory.nbytes)
             assert data is not None
@@ -258,7 +254,7 @@ class DiskTier(MemoryTier):
         function = partial(self._write, os.pwritev) if writes else partial(self._read, os.preadv)
         return [of(partial(function, place, file, data[part], start + part.start, there._version)) for part in parts]
 
-    def _read(self, read: _Call, place: _RangeOfFile, file: int, data: memoryview, position: int, version: int) -> None:
+    def _read(self, read: Call, place: _RangeOfFile, file: int, data: memoryview, position: int, version: int) -> None:
         try:
             self._carry_out(read, file, data, position)
             if self._checks and not place.check(position, data, version, self._file):
@@ -267,7 +263,7 @@ class DiskTier(MemoryTier):
             raise self._failed("reading", place, len(data), position, error) from error
 
     def _write(
-        self, write: _Call, place: _RangeOfFile, file: int, data: memoryview, position: int, version: int
+        self, write: Call, place: _RangeOfFile, file: int, data: memoryview, position: int, version: int
     ) -> None:
         try:
             self._carry_out(write, file, data, position)
@@ -278,22 +274,10 @@ class DiskTier(MemoryTier):
         if self._checks:
             place.note_written(position, data, version)
 
-    def _carry_out(self, function: _Call, file: int, data: memoryview, position: int) -> None:
-        done = 0
-        while done < len(data):
-            try:
-                count = function(file, [data[done:]], position + done)
-            except OSError as error:
-                # A file system may want another alignment, or have O_DIRECT in name only.
-                if error.errno == errno.EINVAL and file != self._file:
-                    file = self._file
-                    continue
-                raise
-            if not count:
-                raise OSError(0, f"it ended after {done} bytes")
-            done += count
-            # What is left of a request that ended early may be unaligned.
-            file = file if not done % BLOCK_BYTES else self._file
+    def _carry_out(self, function: Call, file: int, data: memoryview, position: int) -> None:
+        done = carry_out(function, file, self._file, data, position)
+        if done < len(data):
+            raise OSError(0, f"it ended after {done} bytes")
 
     def _failed(self, doing: str, place: _RangeOfFile, num_bytes: int, position: int, error: OSError) -> DiskFailure:
         why = f"{error.strerror} (errno {error.errno})" if error.errno else error.strerror
@@ -440,14 +424,6 @@ def _unnamed_file(folder: Path) -> int:
     return file
 
 
-def _past_the_cache(file: int) -> int:
-    """The same file, opened with O_DIRECT; `file` itself where that does not exist."""
-    try:
-        return os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_DIRECT)
-    except (OSError, AttributeError):
-        return file
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
@@ -473,11 +449,6 @@ def _array_type(length: int) -> Any:
     return type("Mapped", (ctypes.c_uint8 * length,), {})
 
 
-def _in_blocks(num_bytes: int) -> int:
-    """The length of the blocks that hold so many bytes."""
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
 def _bytes_of(memory: Tensor, length: int) -> memoryview | None:
     """`length` bytes from the tensor's first one on. None: its memory ends before, or is not aligned to blocks."""
     storage, address = memory.untyped_storage(), memory.data_ptr()
@@ -491,7 +462,7 @@ def _bytes_of(memory: Tensor, length: int) -> memoryview | None:
 
 def aligned_bytes(num_bytes: int, pins: bool) -> Tensor:
     """(num_bytes,) uint8 on the host with undefined content, where O_DIRECT may read from and write to."""
-    length = _in_blocks(num_bytes) + BLOCK_BYTES
+    length = in_blocks(num_bytes) + BLOCK_BYTES
     memory = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=pins)
     start = -memory.data_ptr() % BLOCK_BYTES
     return memory[start : start + num_bytes]

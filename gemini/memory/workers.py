@@ -16,7 +16,8 @@ import os
 import weakref
 from _thread import LockType, allocate_lock, get_ident, start_new_thread
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 
@@ -74,14 +75,18 @@ class WorkPiece(Over):
         work = self._pop_work()
         if work is None:
             return
+        failed: BaseException | None = None
         try:
             work()
         except BaseException as error:
-            self.end(error)
-        else:
-            # What the work has used is free before anybody is told that it is over.
-            del work
-            self.end()
+            failed = error
+        # What the work has used is free before anybody is told that it is over: a slot of which a request still had a
+        # view would count as held by the user, and the next chunk as one that gets none.
+        del work
+        try:
+            self.end(failed)
+        finally:
+            del failed  # else the error's traceback would keep the error
 
     def cancel(self, error: BaseException) -> bool:
         """End the work with an error, if no thread has taken it. False: one has, and will end it."""
@@ -114,8 +119,10 @@ class Workers:
     which may train after the end of the main thread: `concurrent.futures` begins nothing any more by then.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, holds_forks_up: bool = True) -> None:
+        """holds_forks_up: a fork waits for the work. False: it is of no use to a child."""
         self._num_threads = num_threads
+        self.holds_forks_up = holds_forks_up
         self._queue: _Queue = SimpleQueue()
         self._threads: dict[int, Over] = {}  # by its number: that the thread has ended
         self._left: set[WorkPiece] = set()  # begun, and not over
@@ -130,6 +137,15 @@ class Workers:
         for piece in pieces:
             self._left.add(piece)
             self._queue.put(piece)
+
+    @contextmanager
+    def carrying_out(self, pieces: Sequence[WorkPiece]) -> Iterator[None]:
+        """Have pieces carried out. None of them is under way behind the context, an interrupted one included."""
+        try:
+            self.begin(pieces)
+            yield
+        finally:
+            give_up(pieces, RuntimeError("the work before it has failed"))
 
     def join(self) -> None:
         """Wait until all pieces that have begun are over, however they ended."""
@@ -182,7 +198,8 @@ def _before_fork() -> None:
     # The child, such as a DataLoader's worker, would see weights that nobody updates to the end, and memory into which
     # nobody reads.
     for each in list(_all_workers):
-        each.join()
+        if each.holds_forks_up:
+            each.join()
 
 
 def _after_fork() -> None:

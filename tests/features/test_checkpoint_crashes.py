@@ -84,7 +84,7 @@ def test_a_refused_checkpoint_leaves_the_gradients_too(rank: int, world_size: in
 class _Crash:
     """From the given operation on the file system on, all fail: what is on the disk then stays as a crash leaves it."""
 
-    NAMES = ("mkdir", "open", "pwrite", "posix_fallocate", "fsync", "rename", "replace", "unlink", "rmdir")
+    NAMES = ("mkdir", "open", "pwritev", "posix_fallocate", "fsync", "rename", "replace", "unlink", "rmdir")
 
     def __init__(self, at: int) -> None:
         self._left = at

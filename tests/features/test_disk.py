@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +29,10 @@ from gemini import (
     deepspeed,
 )
 from gemini.access.parameter_link import any_link_of
+from gemini.memory.direct import BLOCK_BYTES
 from gemini.memory.disk import DiskTier, aligned_bytes
+from gemini.memory.slot import SharedStorage
+from gemini.memory.workers import WorkPiece
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.policy import RING
 from optim import HybridAdam
@@ -726,3 +731,42 @@ def test_weights_that_are_only_read_keep_no_tickets(tmp_path: Path) -> None:
         mlp.train_step(model, optimizer, step)
     homes = [chunk.homes[Kind.PARAM] for chunk in model.chunk_manager.chunks]
     assert max(len(home.tickets.reads) for home in homes if home.tier is Tier.DISK) <= 2
+
+
+def test_nothing_holds_the_memory_of_a_request_that_is_over(tmp_path: Path) -> None:
+    """A thread that let go of a slot a moment later made a backward fail now and then: the slot counted as held."""
+    tier = DiskTier(tmp_path)
+    home, memory = tier.allocate(BLOCK_BYTES, "parameters"), aligned_bytes(BLOCK_BYTES, pins=False)
+    shared, holders = SharedStorage(memory), list[int]()
+    end = WorkPiece.end
+
+    def noted(self: WorkPiece, error: BaseException | None = None) -> None:
+        holders.append(shared.num_holders())  # whoever waits goes on behind this line
+        end(self, error)
+
+    with mock.patch.object(WorkPiece, "end", noted):
+        for (request,) in (copy() for copy in (partial(tier.write, home, memory), partial(tier.read, memory, home))):
+            request.result()
+    assert holders == [0, 0]
+    tier.close()
+
+
+def test_a_piece_of_work_that_fails_is_dropped_before_it_is_over() -> None:
+    used = torch.zeros(1)
+    alive, there = weakref.ref(used), list[bool]()
+
+    def fails(tensor: torch.Tensor) -> None:
+        del tensor  # else the error's traceback would keep it
+        raise OSError("no such disk")
+
+    class Noted(WorkPiece):
+        def end(self, error: BaseException | None = None) -> None:
+            there.append(alive() is not None)
+            super().end(error)
+
+    piece = Noted(partial(fails, used))
+    del used
+    piece.carry_out()
+    assert there == [False] and piece.is_over
+    with pytest.raises(OSError, match="no such disk"):
+        piece.result()

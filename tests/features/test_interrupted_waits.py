@@ -13,9 +13,11 @@ from unittest import mock
 
 import pytest
 
+import gemini
+from gemini.checkpoint import file_io
 from gemini.memory.memory import WorkThread
 from gemini.memory.transfer import CopyRoom, Loan, Region
-from gemini.memory.workers import Over
+from gemini.memory.workers import Over, WorkPiece
 from gemini.placement.demand import Tier
 from tests.features.test_deferred_update import assert_as_plain, wrapped
 from tests.harness import slow_updates
@@ -66,6 +68,31 @@ def test_an_interrupt_of_a_wait_for_a_loan_leaves_it_to_be_waited_for(interrupti
         loan.wait()
     loan.end()
     loan.wait()
+
+
+@pytest.mark.parametrize("name", ["save_checkpoint", "load_checkpoint"])
+def test_an_interrupt_of_a_save_or_a_load_leaves_the_next_one_to_go_on(
+    name: str, tmp_path: Path, interruptible: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_io, "PIECE_BYTES", 256)  # threads write and read these small states
+    model, optimizer = wrapped()
+    mlp.train_step(model, optimizer, 0)
+    gemini.save_checkpoint(tmp_path, model, optimizer, tag="first")
+    wait, places = WorkPiece.wait, list[str]()
+
+    def interrupted(self: WorkPiece) -> None:
+        if not places:
+            places.append("here")
+            os.kill(os.getpid(), signal.SIGINT)  # it comes in the wait, or right before it
+        wait(self)
+
+    with mock.patch.object(WorkPiece, "wait", interrupted), pytest.raises(KeyboardInterrupt):
+        getattr(gemini, name)(tmp_path, model, optimizer)
+    before = gemini.state_hash(model, optimizer)
+    gemini.save_checkpoint(tmp_path, model, optimizer, tag="second")
+    mlp.train_step(model, optimizer, 1)
+    gemini.load_checkpoint(tmp_path, model, optimizer, tag="second")
+    assert gemini.state_hash(model, optimizer) == before
 
 
 # Interrupts before each line, and behind each function, that waits of the training thread run: of ours, and of the
@@ -157,12 +184,14 @@ def test_ctrl_c_anywhere_in_a_wait_for_a_thread_or_the_disk_hangs_nothing(place:
     assert done.returncode == 0 and done.stdout == "goes on\n", done.stderr[-4000:]
 
 
-# A script whose main thread has come to its end while another one trains.
+# A script whose main thread has come to its end while another one trains, saves and loads.
 IN_A_THREAD = """
 import sys, tempfile, threading
 import gemini
+from gemini.checkpoint import file_io
 from tests.zoo import mlp
 
+file_io.PIECE_BYTES = 256  # so that threads write and read these small states, as they do large ones
 disk = {"disk_path": tempfile.gettempdir()} if sys.argv[1] == "disk" else {}
 where = mlp.placed(tensor_placement_policy=sys.argv[1], deferred_update=True, **disk)
 model = gemini.ShardedModel(mlp.build(), **where)
@@ -176,6 +205,12 @@ def train():
     for step in range(3):
         mlp.train_step(model, optimizer, step)
         mlp.train_step(plain, its, step)
+    before = gemini.state_hash(model, optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        gemini.save_checkpoint(folder, model, optimizer)
+        mlp.train_step(model, optimizer, 3)
+        gemini.load_checkpoint(folder, model, optimizer)
+    assert gemini.state_hash(model, optimizer) == before
     mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))
     print("trained")
 
@@ -185,7 +220,7 @@ threading.Thread(target=train).start()
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_a_thread_trains_on_after_the_end_of_the_main_thread(place: str) -> None:
+def test_a_thread_trains_saves_and_loads_after_the_end_of_the_main_thread(place: str) -> None:
     command = [sys.executable, "-c", IN_A_THREAD, place]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")

@@ -38,19 +38,19 @@ def write(path: Path) -> tuple[dict[str, torch.Tensor], TensorFile]:
 
 @pytest.mark.parametrize("trouble", ["none", "no O_DIRECT", "another alignment", "short writes"])
 def test_every_byte_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
-    pwrite = os.pwrite
+    write_at = os.pwritev
     if trouble == "no O_DIRECT":
-        monkeypatch.setattr(file_io, "_open_direct", lambda _: -1)
+        monkeypatch.setattr(file_io, "past_the_cache", lambda file: file)
 
-    def troubled(file: int, data: memoryview, position: int) -> int:
+    def troubled(file: int, data: list[memoryview], position: int) -> int:
         if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
             if trouble == "another alignment":
                 raise OSError(errno.EINVAL, "Invalid argument")
             if trouble == "short writes":
-                data = data[: 4096 * 5]
-        return pwrite(file, data, position)
+                data = [data[0][: 4096 * 5]]
+        return write_at(file, data, position)
 
-    monkeypatch.setattr(os, "pwrite", troubled)
+    monkeypatch.setattr(os, "pwritev", troubled)
     path = tmp_path / "it.safetensors"
     values, file = write(path)
     with safe_open(path, "pt") as theirs:
@@ -64,14 +64,14 @@ def test_every_byte_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tro
 
 
 def test_a_full_disk_is_an_error_of_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pwrite = os.pwrite
+    write_at = os.pwritev
 
-    def full(file: int, data: memoryview, position: int) -> int:
-        if len(data) == PIECE_BYTES:
+    def full(file: int, data: list[memoryview], position: int) -> int:
+        if len(data[0]) == PIECE_BYTES:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return pwrite(file, data, position)
+        return write_at(file, data, position)
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwritev", full)
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path / "it.safetensors")
