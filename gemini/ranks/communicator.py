@@ -316,6 +316,7 @@ class Communicator:
     ) -> Callable[[], None]:
         """Start to fill `payload`. Call the returned function before payload or shard is used. Collective.
 
+        Raises DivergenceError where ranks launch different collectives, as the returned function does.
         lane: all-gathers that are in flight at the same time need one each.
         """
         tag = self._next("all-gather", chunk)
@@ -337,6 +338,7 @@ class Communicator:
         """Start to write this rank's shard of the mean over ranks, summed in rank order, to `out`. Collective.
 
         Call the returned function to finish. Until then `payload`, `out` and what `scratch` gave out must not be used.
+        Raises as `start_all_gather`.
         """
         tag = self._next("reduce-scatter", chunk)
         try:  # likewise
