@@ -723,7 +723,7 @@ class AccumulateAndReduce(Accumulation):
     def _note_parts(self, gradients: Sequence[ChunkGradient], agreed: bytes) -> None:
         """Note whose gradients have come in part, where the backward updates. Equal on all ranks.
 
-        agreed: what `_reduce_the_rest` has exchanged for it. Raises GeminiError on all ranks if some have updated a
+        agreed: what `_the_rest` has exchanged for it. Raises GeminiError on all ranks if some have updated a
         chunk of which others had a part.
         """
         count, is_first, start = len(gradients), not self._has_told_parts, 0
