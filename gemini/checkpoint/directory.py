@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -75,6 +76,7 @@ _POINTER = "latest.new"  # in a draft: what becomes `latest`
 _LEFT = re.compile(r"\.(?P<tag>.+?)(?P<draft>\.gemini-[0-9a-f]{8})?\.(?P<kind>partial|replaced|removed)")
 _OWN_FILES = re.compile(r"checkpoint\.json|rank-\d+\.json(\.new)?|states-.*\.safetensors|latest\.new|\.gemini")
 _LOCK_TRIES, _LOCK_PAUSE_S = 3000, 0.01
+_REMOVE_TRIES = 10
 
 
 @dataclass(frozen=True)
@@ -370,9 +372,10 @@ def _remove_replaced(replaced: Path, final: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder of ours, which another process may be removing too. Raises OSError."""
+    """Remove a folder of ours, which another process may be removing, or writing to, too. Raises OSError."""
+    tries = 0
     while path.exists():
-        with suppress(FileNotFoundError):
+        try:
             # What says that it is ours goes last: after a crash the next save goes on here.
             for each in sorted(path.iterdir(), key=lambda each: (each.name == MARK, each.name == MANIFEST)):
                 if each.is_dir() and not each.is_symlink():
@@ -380,6 +383,14 @@ def _remove(path: Path) -> None:
                 else:
                     each.unlink()
             path.rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            # A rank of a save that has failed may open its file just before it hears of that. Left here, without its
+            # mark, the folder would be nobody's and stay for ever. What comes back each time is the file system's own.
+            tries += 1
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or tries == _REMOVE_TRIES:
+                raise
 
 
 def _lock(file: int) -> bool | None:

@@ -233,6 +233,27 @@ def test_a_failed_save_in_the_background_is_told_once_and_the_next_one_is_made(r
         assert names(folder) == ["b", "d", "latest"]
 
 
+def test_a_file_that_a_slower_rank_opens_while_a_failed_save_is_removed_leaves_nothing(tmp_path: Path) -> None:
+    late = 3
+
+    def opens_a_file_first(path: Path, *, remove: Callable[[Path], None] = Path.rmdir) -> None:
+        nonlocal late
+        if late and path.suffix == ".partial":
+            late -= 1
+            (path / "states-00001-0.safetensors").write_bytes(b"")
+        remove(path)
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "states")
+
+    parts = make()
+    step(parts)
+    with patch.object(TensorFile, "write", fails), patch.object(Path, "rmdir", opens_a_file_first):
+        with pytest.raises(CheckpointError, match="No space left"):
+            save_checkpoint(tmp_path, *parts, tag="a")
+    assert (late, names(tmp_path)) == (0, [])
+
+
 def test_what_a_crash_has_left_is_removed_and_what_is_not_ours_is_not(tmp_path: Path) -> None:
     parts = make()
     ours = save_checkpoint(tmp_path, *parts, tag="a")
