@@ -1,14 +1,17 @@
-"""TRL's `SFTTrainer` and `DPOTrainer`, which train sharded under a budget. A script changes the line that imports them.
+"""TRL's Trainers, which train sharded under a budget. A script changes the line that imports them.
 
 Arguments are TRL's, and those of `gemini.integrations.transformers.Trainer` that say what to shard and where. The
 reference model of DPO, given or loaded from the model's path by TRL, is frozen and sharded as the model is, without an
 optimizer. With peft's adapters there is none, as TRL switches the adapters off.
+
+Every other Trainer of TRL's that is one of transformers' has its name here too: `RewardTrainer`, `GRPOTrainer`, ...
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import transformers
 import trl
 
 from gemini.integrations.transformers import ShardedTraining
@@ -30,3 +33,14 @@ class DPOTrainer(ShardedTraining, _trl.DPOTrainer):
     Example:
         >>> trainer = DPOTrainer(model=model, args=DPOConfig(...), train_dataset=pairs, device_memory="8GiB")
     """
+
+
+def __getattr__(name: str) -> Any:
+    """The sharded form of a Trainer of TRL's that has no class above. Raises AttributeError for any other name."""
+    theirs = getattr(_trl, name, None) if name.endswith("Trainer") else None
+    if not isinstance(theirs, type) or not issubclass(theirs, transformers.Trainer):
+        raise AttributeError(f"trl {trl.__version__} has no Trainer {name!r}, and gemini.integrations.trl no such name")
+    said = f"`trl.{name}`, sharded. Every rank makes and calls it alike. Raises what TRL's and our Trainer raise."
+    ours = type(name, (ShardedTraining, theirs), {"__module__": __name__, "__doc__": said})
+    globals()[name] = ours  # one class for all who ask, as pickle and isinstance expect
+    return ours

@@ -8,10 +8,11 @@ import torch
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from gemini import ShardedModel
-from gemini.integrations.trl import DPOTrainer, SFTTrainer
+from gemini.integrations import trl as sharded_trl
+from gemini.integrations.trl import DPOTrainer, RewardTrainer, SFTTrainer
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.shared_folder import shared_folder
 
@@ -64,12 +65,24 @@ def dpo(kind: Any, folder: Path, batch: int, said: dict[str, Any] | None = None,
     return kind(model=llama(), args=args, train_dataset=preferences(), processing_class=tokenizer(), **more)
 
 
+def reward(kind: Any, folder: Path, batch: int, **more: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForSequenceClassification(LlamaConfig(**sizes, vocab_size=64, pad_token_id=0, num_labels=1))
+    args = trl.RewardConfig(**settings(folder, batch), max_length=16)
+    return kind(model=model, args=args, train_dataset=preferences(), processing_class=tokenizer(), **more)
+
+
 def train(trainer: Any) -> list[float]:
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-KINDS: dict[str, Any] = {"sft": (sft, trl.SFTTrainer, SFTTrainer), "dpo": (dpo, trl.DPOTrainer, DPOTrainer)}
+KINDS: dict[str, Any] = {
+    "sft": (sft, trl.SFTTrainer, SFTTrainer),
+    "dpo": (dpo, trl.DPOTrainer, DPOTrainer),
+    "reward": (reward, trl.RewardTrainer, RewardTrainer),
+}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -84,7 +97,7 @@ def test_one_rank_has_the_bits_of_plain_trl(tmp_path: Path, what: str) -> None:
     whole = sharded.sharded_model.state_dict()
     assert all(torch.equal(whole[name], value) for name, value in plain.model.state_dict().items())
     sharded.save_model(str(tmp_path / "out"))
-    saved = LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    saved = type(plain.model).from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(saved[name], value) for name, value in whole.items())
 
 
@@ -168,3 +181,27 @@ def test_a_reference_model_is_sharded_and_frozen(rank: int, world_size: int, bou
     if bound:
         # The budget is that of the model that trains; beside it there are the fewest slots.
         assert ledgers[0].peak_bytes == reference.plan.packed_minimum_bytes
+
+
+def test_every_trainer_of_trls_has_its_name_and_nothing_else_has() -> None:
+    assert sharded_trl.GRPOTrainer is sharded_trl.GRPOTrainer
+    assert issubclass(sharded_trl.GRPOTrainer, trl.GRPOTrainer) and sharded_trl.GRPOTrainer.__name__ == "GRPOTrainer"
+    for name in ("NoTrainer", "SFTConfig"):
+        with pytest.raises(AttributeError, match=f"has no Trainer '{name}'"):
+            getattr(sharded_trl, name)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_grpo_has_the_losses_of_plain_trl(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+
+    def make(kind: Any, **more: Any) -> Any:
+        args = trl.GRPOConfig(**settings(tmp_path, 4), num_generations=2, max_completion_length=4, beta=0.04)
+        prompts = Dataset.from_dict({"prompt": [f"w{number} w{number + 1}" for number in range(24)]})
+        lengths = lambda completions, **_: [float(len(set(text))) for text in completions]  # noqa: E731
+        path = str(tmp_path / "model")
+        parts = {"reward_funcs": lengths, "args": args, "train_dataset": prompts, "processing_class": tokenizer()}
+        return kind(model=path, **parts, **more)
+
+    expected = train(make(trl.GRPOTrainer))
+    assert train(make(sharded_trl.GRPOTrainer, **WHERE)) == expected
