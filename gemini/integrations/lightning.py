@@ -20,7 +20,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -500,6 +500,10 @@ class GeminiStrategy(DDPStrategy):
     @property
     def _models(self) -> list[ShardedModel]:
         return [] if self._sharded is None else [self._sharded]
+
+
+# Whoever has imported this module may write `Trainer(strategy="gemini")`, and a config of Lightning's command line too.
+StrategyRegistry.register("gemini", GeminiStrategy, description="ZeRO in chunks, under memory budgets", override=True)
 
 
 def _check_optimizers(optimizers: list[Any]) -> None:

@@ -147,3 +147,12 @@ def test_lightnings_callbacks_do_what_they_do_in_plain_lightning(make: Any, call
         rates = torch.tensor([group["lr"] for group in fit.optimizers[0].param_groups])
         runs.append(_weights(module) | {"rates": rates})
     assert_same(*runs)
+
+
+def test_the_strategy_has_a_name_for_lightnings_own_settings() -> None:
+    named, made = Plain(), Plain()
+    fit = trainer("", "gemini", max_epochs=1, **_NO_FILES)
+    fit.fit(named, loader())
+    assert isinstance(fit.strategy, GeminiStrategy)
+    trainer("", GeminiStrategy(), max_epochs=1, **_NO_FILES).fit(made, loader())
+    assert_same(_weights(named), _weights(made))
