@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gemini.errors import GeminiError
-from gemini.memory.disk import DiskTicket, DiskTier, aligned_bytes
+from gemini.memory.direct import aligned_bytes
+from gemini.memory.disk import DiskTicket, DiskTier
 from gemini.memory.tier import MemoryTier
 from gemini.memory.workers import Over, WorkPiece
 from gemini.placement.demand import Tier

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini.memory.disk import DiskTier, aligned_bytes
+from gemini.memory.direct import aligned_bytes
+from gemini.memory.disk import DiskTier
 from gemini.memory.memory import resolve_device
 from gemini.placement.machines import Rates
 from gemini.settings import Device
