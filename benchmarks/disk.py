@@ -23,7 +23,8 @@ from rich.console import Console
 from torch import nn
 
 from gemini import ShardedModel, ShardedOptimizer
-from gemini.memory.disk import DiskTier, aligned_bytes
+from gemini.memory.direct import aligned_bytes
+from gemini.memory.disk import DiskTier
 from gemini.memory.workers import WorkPiece
 from optim import HybridAdam
 

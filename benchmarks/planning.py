@@ -22,7 +22,8 @@ import typer
 from gemini import Settings, plan_model
 from gemini.memory.modes import uncollected
 from gemini.placement.demand import Dtype, ModelSpec, OperatorSpec, WeightSpec
-from gemini.placement.plan import Plan, replan
+from gemini.placement.plan import Plan
+from gemini.placement.planning import replan
 
 NUMEL = 2**20  # of a weight, and of a chunk where its size is given
 LIMIT_S = 1.0  # for 10,000 chunks

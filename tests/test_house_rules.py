@@ -124,6 +124,49 @@ def test_imports_go_in_one_direction() -> None:
     assert not wrong, f"imports against the layering: {wrong}"
 
 
+def imports_of_modules() -> dict[str, set[str]]:
+    """The modules of gemini that each of its modules imports, for types and in functions too; packages left out."""
+    known = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sources("gemini")}
+    of = {name: set(imported_names(path.read_text(), name.rpartition(".")[0])) for name, path in known.items()}
+    parents = {name: {each if each in known else each.rpartition(".")[0] for each in of[name]} for name in known}
+    return {name: found & known.keys() for name, found in parents.items()}
+
+
+def import_circles(imports: dict[str, set[str]]) -> list[set[str]]:
+    """The sets of modules that import one another, directly or through others."""
+    below: dict[str, set[str]] = {}
+    for name in imports:
+        found, waiting = set[str](), [name]
+        while waiting:
+            waiting += new if (new := imports[waiting.pop()] - found) else ()
+            found |= new
+        below[name] = found
+    circles = [{other for other in below[name] if name in below[other]} for name in imports]
+    return [circle for number, circle in enumerate(circles) if circle and circle not in circles[:number]]
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """Who reads one file of a circle has to read all of it, whatever the imports are for."""
+    (trainer,) = import_circles(imports_of_modules())
+    assert {name.rpartition(".")[2] for name in trainer} == {"trainer", "hooks", "checkpoints"}, "a trainer and hooks"
+
+
+def test_the_rule_about_circles_sees_what_it_should() -> None:
+    assert import_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+    assert import_circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_file_speaks_of_itself_as_of_another() -> None:
+    """Such a comment has moved with its code, and sends its reader where he is."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number} {line.strip()}"
+        for path in sources(*PACKAGES)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if not path.stem.startswith("__") and re.search(rf"(?<![\w/.]){path.name}\b", line)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_errors_imports_nothing_of_gemini() -> None:
     path = ROOT / "gemini" / "errors.py"
     ours = [n for n in imported_names(path.read_text(), "gemini") if n.split(".")[0] in PACKAGES]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gemini.memory import transfer
-from gemini.memory.memory import EmulatedTier, HostSums
+from gemini.memory.host_sums import HostSums
+from gemini.memory.memory import EmulatedTier
 from gemini.memory.slot import Slot, SlotPool
 from gemini.memory.transfer import Region, Transfer, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Tier

@@ -2,127 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemini.access.functions import METADATA, NO_OPERATIONS, Writes, for_each_run
+from gemini.access.states import States
 from gemini.errors import GeminiError, UnsupportedError
+from gemini.replan.trainability import Trainability
 from gemini.runtime.binding import shares_memory
 from gemini.runtime.chunk import ManagedParameter, placeholder, unguarded
-from gemini.runtime.gradient import GradState, grad_of, set_grad_of
-
-if TYPE_CHECKING:
-    from gemini.access.link import Link
-
-
-# -- Functions on lists (`torch._foreach_*`) of tensors that fetch themselves: called for a part of the lists at a time.
-#
-# A single call would need the chunks of all its parameters at once, which the slots of a small budget cannot hold, or
-# all gradients of a model whole. The functions work element by element, so one is called for each run of elements that
-# need the same chunk or gradient.
-
-
-def for_each_run(
-    use: Callable[[tuple[Any, ...], dict[str, Any]], Any],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    need_of: Callable[[Any], object],
-) -> Any:
-    """The result of `use(args, kwargs)`, a call of the function `name`. Raises RuntimeError if list lengths differ.
-
-    need_of: a key for what an element of a list needs; elements in a row with one key are used together. None: nothing.
-    """
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
-    lengths = [len(value) for value in lists]
-    # torch would raise this itself, but it is given runs only, which have equal lengths.
-    if min(lengths) != max(lengths):
-        raise RuntimeError(f"{name} takes lists of the same length, found {lengths}")
-
-    results: list[Any] = []
-    # A run ends where one of the lists needs another chunk or gradient.
-    for _, run in groupby(range(lengths[0]), lambda position: [need_of(each[position]) for each in lists]):
-        positions = list(run)
-        part = slice(positions[0], positions[-1] + 1)
-
-        def cut(value: Any, part: slice = part) -> Any:
-            return value[part] if isinstance(value, (list, tuple)) else value
-
-        results.append(use(tuple(map(cut, args)), {key: cut(value) for key, value in kwargs.items()}))
-    # Functions in place return None, others a list or tuple of tensors.
-    return None if results[0] is None else type(results[0])(chain.from_iterable(results))
-
-
-# -- Functions of a tensor that need none of its data: a placeholder of its shape and dtype answers them.
-
-
-_TENSOR: Any = torch.Tensor
-
-
-def _getters(*names: str) -> set[Any]:
-    # `__torch_function__` is given this method when an attribute is read.
-    return {getattr(_TENSOR, name).__get__ for name in names if hasattr(_TENSOR, name)}
-
-
-METADATA: set[Any] = _getters(
-    *("device", "is_cpu", "is_cuda", "is_hpu", "is_ipu", "is_maia", "is_meta", "is_mps", "is_mtia", "is_vulkan"),
-    *("is_xla", "is_xpu"),
-    *("shape", "dtype", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "_version", "itemsize", "nbytes"),
-    *("is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested", "names", "output_nr", "retains_grad"),
-    *("_backward_hooks", "_post_accumulate_grad_hooks", "name", "_base"),
-) | {
-    getattr(_TENSOR, name)
-    for name in (
-        *("size", "dim", "numel", "nelement", "__hash__", "is_floating_point", "is_complex", "element_size", "__len__"),
-        *("register_hook", "register_post_accumulate_grad_hook", "is_inference", "ndimension", "retain_grad"),
-        *("is_signed", "is_conj", "is_neg", "_is_view", "has_names", "get_device"),
-    )
-    # Names differ between versions of torch.
-    if hasattr(_TENSOR, name)
-}
-METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed}
-
-
-# -- Finds which of some tensors a function writes to, by the schemas of the operations that it is made of.
-#
-# Version counters do not tell: `torch._foreach_mul_` and similar functions do not raise them where they run as one
-# kernel.
-
-
-class Writes(TorchDispatchMode):
-    """While active, notes which of `tensors` operations write to, in whole or through a view."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.written: set[int] = set()  # by position
-        self._tensors = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.numel()]
-
-    def note_write(self, position: int) -> None:
-        """The tensor at `position` was written to in a way that no operation reports."""
-        self.written.add(position)
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        # Operators of higher order, such as `torch.cond`, have no schema.
-        schema = getattr(func, "_schema", None)
-        for place, argument in enumerate(() if schema is None else schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            # An argument may be a list of tensors, as in `_foreach_` functions.
-            for target in pytree.tree_leaves(given):
-                if isinstance(target, Tensor):
-                    self.written.update(i for i, tensor in self._tensors if shares_memory(target, tensor))
-        return func(*args, **kwargs)
-
+from gemini.runtime.gradient import GradState
+from gemini.runtime.step import Step
 
 # -- One parameter's gradient: reduced and whole, or, inside the user's hooks, the one that autograd has just made.
 #
@@ -136,10 +31,26 @@ class Writes(TorchDispatchMode):
 # whatever a hook leaves of it.
 
 
+class HasGradient(Protocol):
+    """What a gradient is reached by: the `Link` of its parameter."""
+
+    @property
+    def managed(self) -> ManagedParameter: ...
+
+    @property
+    def states(self) -> States: ...
+
+    @property
+    def step(self) -> Step: ...
+
+    @property
+    def trainability(self) -> Trainability: ...
+
+
 class WholeGradient:
     """The gradient that a parameter has now. It is stale after the step and after `zero_grad()`."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: HasGradient) -> None:
         self.link = link
         self.managed: ManagedParameter = link.managed
         self._grads = link.step.grads
@@ -204,7 +115,7 @@ class WholeGradient:
         )
 
 
-def has_gradient(link: Link) -> bool:
+def has_gradient(link: HasGradient) -> bool:
     """Whether any rank has had a gradient since the last step; equal on all ranks.
 
     Local; collective if backwards under no_sync() have left their reduction for later. Raises GeminiError inside
@@ -226,7 +137,7 @@ def has_gradient(link: Link) -> bool:
     return gradient is not None and bool(gradient.agreed[managed.position])
 
 
-def assign(link: Link, value: Tensor) -> None:
+def assign(link: HasGradient, value: Tensor) -> None:
     """Carry out `parameter.grad = value`. Collective if no rank had a gradient of it. Raises before any change."""
     managed, step = link.managed, link.step
     step.check_idle(f"setting the gradient of {managed.name!r}", after_updates=True)
@@ -262,7 +173,7 @@ def assign(link: Link, value: Tensor) -> None:
 _ALIKE = "All ranks must set the gradients of the same parameters"
 
 
-def _write(link: Link, flat: Tensor) -> None:
+def _write(link: HasGradient, flat: Tensor) -> None:
     """Set the shard to its part of `flat`, (numel,), in payload order."""
     # A clip that was asked for counts for the old gradients: here it takes effect, before one of them changes.
     link.states.before_gradient_write()
@@ -275,20 +186,7 @@ def _not_reduced(managed: ManagedParameter) -> GeminiError:
     return GeminiError(f"the gradient of {managed.name!r} is not reduced yet: read it after backward()")
 
 
-def own_grad(parameter: Tensor) -> Tensor | None:
-    """torch's own `.grad`, past the wrapped class."""
-    with torch._C.DisableTorchFunctionSubclass():
-        grad: Tensor | None = grad_of(parameter)
-    return grad
-
-
-def set_own_grad(parameter: Tensor, value: Tensor | None) -> None:
-    """Set torch's own `.grad`, past the wrapped class. Local; raises what torch raises for another shape or dtype."""
-    with torch._C.DisableTorchFunctionSubclass():
-        set_grad_of(parameter, value)
-
-
-def of_one_rank(link: Link, what: str) -> UnsupportedError:
+def of_one_rank(link: HasGradient, what: str) -> UnsupportedError:
     """The error for a hook that does something which ranks cannot do apart from one another."""
     ranks = link.step.communicator.world_size
     return UnsupportedError(
@@ -533,8 +431,6 @@ def _refuse(what: str, gradient: ReducedGradient, *args: Any, **kwargs: Any) -> 
     )
 
 
-# These functions write in a Python loop, which no schema describes.
-NO_OPERATIONS = ("apply_", "map_", "map2_")
 _READS_DATA: set[Any] = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.data.__get__: _detach,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gemini.access.grad import NO_OPERATIONS, Writes
+from gemini.access.functions import NO_OPERATIONS, Writes
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.runtime.binding import shares_memory
 

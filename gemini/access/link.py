@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gemini.access.grad import ReducedGradient, WholeGradient, assign, has_gradient, of_one_rank, own_grad, set_own_grad
-from gemini.access.parameter_link import ParameterLink, any_link_of
+from gemini.access.grad import ReducedGradient, WholeGradient, assign, has_gradient, of_one_rank
+from gemini.access.parameter_link import ParameterLink, any_link_of, own_grad, set_own_grad
 from gemini.access.saved_tensors import SavedTensors
 from gemini.access.states import States
 from gemini.errors import ReleasedParameterError, UnsupportedError
@@ -134,7 +134,7 @@ class Link(ParameterLink):
         )
 
     def gradient(self) -> Tensor | None:
-        """The reduced gradient; inside a user's post-accumulate hook this rank's own, see gradient.py."""
+        """The reduced gradient; inside a user's post-accumulate hook this rank's own, see `WholeGradient`."""
         if self.in_user_hook:
             return own_grad(self.managed.parameter)
         return ReducedGradient.of(WholeGradient(self)) if has_gradient(self) else None

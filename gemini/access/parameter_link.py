@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gemini.access.grad import own_grad, set_own_grad
 from gemini.errors import ReleasedParameterError
 from gemini.memory.modes import untracked
 from gemini.placement.next_use import Phase
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.binding import Binding, shares_memory
 from gemini.runtime.chunk import ManagedParameter
+from gemini.runtime.gradient import grad_of, set_grad_of
 
 # -- Parameter links: what a parameter that fetches itself knows of the memory behind it.
 #
@@ -199,6 +199,19 @@ def detached_from(tensor: Tensor) -> Tensor:
     """The parameter that a lazy detach was made from; any other tensor itself."""
     found: Tensor = tensor.__dict__.get("_detached_from", tensor)
     return found
+
+
+def own_grad(parameter: Tensor) -> Tensor | None:
+    """torch's own `.grad`, past the wrapped class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: Tensor | None = grad_of(parameter)
+    return grad
+
+
+def set_own_grad(parameter: Tensor, value: Tensor | None) -> None:
+    """Set torch's own `.grad`, past the wrapped class. Local; raises what torch raises for another shape or dtype."""
+    with torch._C.DisableTorchFunctionSubclass():
+        set_grad_of(parameter, value)
 
 
 def shown_grad(tensor: Tensor) -> Tensor | None:

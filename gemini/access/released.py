@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemini.access.grad import METADATA, ReducedGradient, for_each_run
+from gemini.access.functions import METADATA, OVERWRITES, for_each_run, name_of, written_by
+from gemini.access.grad import ReducedGradient
 from gemini.access.parameter_link import (
     ParameterLink,
     any_link_of,
@@ -64,36 +65,6 @@ class MovingAddress:
     # Every use as a number raises: a kernel that is given the address would read other memory.
     __index__ = __int__ = __float__ = __lt__ = __le__ = __gt__ = __ge__ = _no_number
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __and__ = _no_number
-
-
-# -- Which functions write to the tensors that they are given, told by their names.
-#
-# `Writes` in grad.py asks the operations that a function is made of instead: that takes a run of it.
-
-
-OVERWRITES = frozenset(
-    (
-        *("normal_", "uniform_", "fill_", "zero_", "copy_", "constant_", "random_", "exponential_", "cauchy_"),
-        *("log_normal_", "geometric_", "bernoulli_", "kaiming_uniform_", "kaiming_normal_", "zeros_", "ones_"),
-    )
-)
-"""Functions that set every element of their first argument and read none of it: nothing is gathered for them."""
-
-
-def name_of(func: Callable[..., Any]) -> str:
-    """The function's name; "" if it has none."""
-    return getattr(func, "__name__", "")
-
-
-def written_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that `func` may write to, or whose memory it gives away for writing."""
-    name = name_of(func)
-    in_place = name in ("__setitem__", "__iter__", "numpy", "__array__", "__dlpack__") or kwargs.get("inplace") is True
-    in_place = in_place or (name.endswith("_") and not name.endswith("__"))
-    # In-place operators are named like `__iadd__`.
-    in_place = in_place or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    first = (args[0] if args else kwargs) if in_place else ()
-    return pytree.tree_leaves((first, kwargs.get("out")))
 
 
 # -- Error messages for operations that sharded parameters do not support.
@@ -181,8 +152,6 @@ def _only_copies(convert: Callable[[Tensor], Tensor], probe: Tensor) -> bool:
 
 
 # -- Functions of a released parameter that its link answers, or refuses, in torch's place.
-#
-# Functions that run on the parameter's data, and those that write to it, are in released.py.
 
 
 _T: Any = torch.Tensor

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini.access.grad import set_own_grad
 from gemini.access.link import hook_last
-from gemini.access.parameter_link import ParameterLink, any_link_of
+from gemini.access.parameter_link import ParameterLink, any_link_of, set_own_grad
 from gemini.access.released import ReleasedParameter
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.memory.arena import Freed, HostTier

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gemini.checkpoint.file_io import write_all
 from gemini.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_durably
 from gemini.errors import CheckpointError, GeminiError
 from gemini.log import get_dist_logger
+from gemini.memory.direct import write_all
 from gemini.ranks.communicator import Communicator
 
 # -- What each rank does on files by itself: all ranks learn of a failure, and none waits for one that has failed.

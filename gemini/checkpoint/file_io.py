@@ -1,14 +1,7 @@
-"""Bytes to files and from files at the disk's rate: several requests are on their way while the next bytes are made.
-
-[Note: Past the page cache] Large pieces are written with O_DIRECT from memory that is aligned for it. Through the page
-cache a save would write at the rate at which the system happens to write back, wait for the rest of it in `fsync`, and
-push out of memory what training uses. Where a file system has no O_DIRECT (a tmpfs, for example), and for the ends of a
-piece, which share blocks with other pieces, the ordinary way is taken: both see the same file.
-"""
+"""Bytes to files and from files at the disk's rate: several requests are on their way while the next bytes are made."""
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +13,7 @@ import numpy as np
 
 from gemini.checksum import crc32
 from gemini.errors import CheckpointError
-from gemini.memory.direct import BLOCK_BYTES, carry_out, past_the_cache
+from gemini.memory.direct import BLOCK_BYTES, DirectFile, aligned_bytes, check_written, read_some, write_all
 from gemini.memory.workers import Workers, WorkPiece, give_up
 
 PIECE_BYTES = 2**23
@@ -89,7 +82,7 @@ class DiskIO:
             piece = data[at : min(at + PIECE_BYTES, end)]
             buffer = self._buffer()[: len(piece)]
             np.copyto(_array(buffer), _array(piece))  # without holding other threads up, unlike a slice's assignment
-            self._begin(partial(file.write_direct, buffer, position + at), buffer)
+            self._begin(partial(file.write_piece, buffer, position + at), buffer)
 
     def finish_writes(self) -> None:
         """Wait for all writes. Raises OSError."""
@@ -118,7 +111,8 @@ class DiskIO:
         """Memory that nothing uses. Waits for the oldest request if there is none."""
         if not self._free and self._num_buffers < _NUM_BUFFERS:
             self._num_buffers += 1
-            return memoryview(mmap.mmap(-1, PIECE_BYTES))  # aligned to a page
+            memory: Any = aligned_bytes(PIECE_BYTES, pins=False).numpy()
+            return memoryview(memory)
         while not self._free:
             self._wait_for_oldest()
         return self._free.pop()
@@ -148,26 +142,31 @@ class OutputFile:
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         """Makes the file, with room for all bytes. Raises OSError, for a full disk before any of them is written."""
-        self.number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._direct = self.number
+        # Files of small pieces alone need no second descriptor.
+        self._file = DirectFile(
+            os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), is_direct=num_bytes >= PIECE_BYTES
+        )
         self._edges: list[tuple[bytes, int]] = []
         try:
             if hasattr(os, "posix_fallocate") and num_bytes:
                 os.posix_fallocate(self.number, 0, num_bytes)
-            if num_bytes >= PIECE_BYTES:
-                self._direct = past_the_cache(self.number)
         except BaseException:
             self.close()
             raise
 
     @property
+    def number(self) -> int:
+        """The file's descriptor."""
+        return self._file.number
+
+    @property
     def is_direct(self) -> bool:
         """Whether large pieces go past the page cache."""
-        return self._direct != self.number
+        return self._file.is_direct
 
-    def write_direct(self, data: memoryview, position: int) -> None:
-        """Write a piece past the page cache; its memory, length and position are aligned. Raises OSError."""
-        _write(self._direct, self.number, data, position)
+    def write_piece(self, data: memoryview, position: int) -> None:
+        """Write whole blocks past the page cache, from aligned memory. Raises OSError."""
+        check_written(self._file.write(data, position), data)
 
     def keep_edge(self, data: memoryview, position: int) -> None:
         """Take bytes beside a large piece, of less than a block. `finish` writes them.
@@ -186,29 +185,15 @@ class OutputFile:
 
     def close(self) -> None:
         """Close the file, complete or not. Closing it again does nothing."""
-        for number in {self.number, self._direct}:
-            if number >= 0:
-                os.close(number)
-        self.number = self._direct = -1
+        self._file.close()
 
 
 def _array(data: memoryview) -> Any:
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def write_all(file: int, data: memoryview, position: int) -> None:
-    """Write bytes to a place in a file. Raises OSError."""
-    _write(file, file, data, position)
-
-
-def _write(file: int, ordinary: int, data: memoryview, position: int) -> None:
-    done = carry_out(os.pwritev, file, ordinary, data, position)
-    if done < len(data):
-        raise OSError(0, f"the disk took {done} of {len(data)} bytes")
-
-
 def read_exactly(file: int, path: Path, start: int, into: memoryview) -> None:
     """Fill `into` from position `start` of a file. Raises OSError, or CheckpointError if the file ends before."""
-    done = carry_out(os.preadv, file, file, into, start)
+    done = read_some(file, into, start)
     if done < len(into):
         raise CheckpointError(f"{path} ends after {start + done} bytes, {len(into) - done} more were expected")

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gemini.checkpoint.file_io import DiskIO, OutputFile, read_exactly, write_all
+from gemini.checkpoint.file_io import DiskIO, OutputFile, read_exactly
 from gemini.checksum import crc32
 from gemini.errors import CheckpointError
+from gemini.memory.direct import write_all
 
 # -- Boxes of named tensors: how a flat run of elements is described without chunks, ranks or stages.
 #

@@ -27,7 +27,7 @@ from gemini.placement.demand import Kind
 #
 # [Note: Registered memory] The driver identifies memory by address. If memory were unmapped while it is registered, the
 # next block at that address could not be registered or, worse, would pass for pinned while copies still used the old
-# pages. So the registration belongs to the extent (arena.py) that holds the mapping. It ends when the last tensor in
+# pages. So the registration belongs to the `Extent` that holds the mapping. It ends when the last tensor in
 # the extent dies, whoever holds that tensor, and right before the memory is unmapped.
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gemini.checksum import crc32
 from gemini.errors import BudgetError, GeminiError, UnsupportedError, closed
-from gemini.memory.direct import BLOCK_BYTES, Call, carry_out, in_blocks, past_the_cache
+from gemini.memory.direct import BLOCK_BYTES, DirectFile, in_blocks
 from gemini.memory.tier import MemoryTier
 from gemini.memory.workers import Workers, WorkPiece, give_up
 from gemini.placement.demand import format_bytes
@@ -77,15 +77,14 @@ class DiskTier(MemoryTier):
         self.folder = folder
         self.lost = ""
         """Why the file lacks something that was to be written there; "": it lacks nothing."""
-        self._file = self._direct = -1
+        self._file = DirectFile(-1)
         try:
-            self._file = _unnamed_file(folder)
+            self._file = DirectFile(_unnamed_file(folder))
         except OSError as error:
             raise ValueError(
                 f"disk_path={str(folder)!r} takes no file: {error.strerror} (errno {error.errno}). Name a folder on a "
                 "local disk that this user may write to"
             ) from None
-        self._direct = past_the_cache(self._file)
         self._end = 0
         self._free: list[tuple[int, int]] = []  # (start, bytes) of ranges whose last tensor has died
         self._places: dict[int, _RangeOfFile] = {}  # by the address of a buffer
@@ -103,12 +102,12 @@ class DiskTier(MemoryTier):
         if start is None:
             start = self._end
             try:
-                os.posix_fallocate(self._file, start, length)
+                os.posix_fallocate(self._file.number, start, length)
             except OSError as error:
                 self.num_shortages += 1
                 raise self._no_room(num_bytes, kind, error) from None
             self._end += length
-        mapped = _mapped(self._file, start, length)
+        mapped = _mapped(self._file.number, start, length)
         buffer = torch.frombuffer(mapped, dtype=torch.uint8)[:num_bytes]
         # A view that somebody still has must not show what is there next. A buffer may die without `free`, with the
         # weights that a user drops while a model is built.
@@ -163,13 +162,9 @@ class DiskTier(MemoryTier):
 
     def close(self) -> None:
         """Give the file back, with all that is in it. Closing it again does nothing."""
-        if self._file < 0:
-            return
-        self._workers.close()
-        for number in {self._file, self._direct}:
-            if number >= 0:
-                os.close(number)
-        self._file = self._direct = -1
+        if self._file.is_open:
+            self._workers.close()
+            self._file.close()
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """A model that is dropped without `close` leaves no open file. No request is under way: they hold the tier."""
@@ -199,7 +194,7 @@ class DiskTier(MemoryTier):
                 "has wrapped it; a child may use a copy of what it needs (model.state_dict() before the fork), or wrap "
                 "a model of its own"
             )
-        if self._file < 0:
+        if not self._file.is_open:
             raise closed(f"its file in {self.folder} has ended with it")
 
     # -- requests
@@ -245,39 +240,31 @@ class DiskTier(MemoryTier):
         place, start = self._place_of(there)
         is_last = start + there.nbytes == place.start + place.num_bytes
         # Whole blocks go past the cache: nothing else is in the last one, and staging memory has room for it.
-        file, data = self._direct, _bytes_of(memory, in_blocks(memory.nbytes) if is_last else memory.nbytes)
-        if data is None or start % BLOCK_BYTES or len(data) % BLOCK_BYTES:
-            file, data = self._file, _bytes_of(memory, memory.nbytes)
+        data = _bytes_of(memory, in_blocks(memory.nbytes) if is_last else memory.nbytes)
+        if data is None or start % BLOCK_BYTES:
+            data = _bytes_of(memory, memory.nbytes)
             assert data is not None
         parts = (slice(first, first + _REQUEST_BYTES) for first in range(0, len(data), _REQUEST_BYTES))
-        of = _Write if writes else WorkPiece
-        function = partial(self._write, os.pwritev) if writes else partial(self._read, os.preadv)
-        return [of(partial(function, place, file, data[part], start + part.start, there._version)) for part in parts]
+        of, function = (_Write, self._write) if writes else (WorkPiece, self._read)
+        return [of(partial(function, place, data[part], start + part.start, there._version)) for part in parts]
 
-    def _read(self, read: Call, place: _RangeOfFile, file: int, data: memoryview, position: int, version: int) -> None:
+    def _read(self, place: _RangeOfFile, data: memoryview, position: int, version: int) -> None:
         try:
-            self._carry_out(read, file, data, position)
-            if self._checks and not place.check(position, data, version, self._file):
+            _check_whole(self._file.read(data, position), data)
+            if self._checks and not place.check(position, data, version, self._file.number):
                 raise OSError(0, "they are not the bytes that were written (checksum)")
         except OSError as error:
             raise self._failed("reading", place, len(data), position, error) from error
 
-    def _write(
-        self, write: Call, place: _RangeOfFile, file: int, data: memoryview, position: int, version: int
-    ) -> None:
+    def _write(self, place: _RangeOfFile, data: memoryview, position: int, version: int) -> None:
         try:
-            self._carry_out(write, file, data, position)
+            _check_whole(self._file.write(data, position), data)
         except OSError as error:
             failed = self._failed("writing", place, len(data), position, error)
             self.lost = self.lost or str(failed)
             raise failed from error
         if self._checks:
             place.note_written(position, data, version)
-
-    def _carry_out(self, function: Call, file: int, data: memoryview, position: int) -> None:
-        done = carry_out(function, file, self._file, data, position)
-        if done < len(data):
-            raise OSError(0, f"it ended after {done} bytes")
 
     def _failed(self, doing: str, place: _RangeOfFile, num_bytes: int, position: int, error: OSError) -> DiskFailure:
         why = f"{error.strerror} (errno {error.errno})" if error.errno else error.strerror
@@ -292,6 +279,11 @@ class DiskTier(MemoryTier):
         base = self._addresses[bisect_right(self._addresses, address) - 1]
         place = self._places[base]
         return place, place.start + address - base
+
+
+def _check_whole(done: int, data: memoryview) -> None:
+    if done < len(data):
+        raise OSError(0, f"it ended after {done} bytes")
 
 
 class _Write(WorkPiece):
@@ -458,14 +450,6 @@ def _bytes_of(memory: Tensor, length: int) -> memoryview | None:
     # that belongs to another tensor by then.
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, address - storage.data_ptr(), (length,), (1,))
     return memoryview(cast(Any, whole.numpy()))
-
-
-def aligned_bytes(num_bytes: int, pins: bool) -> Tensor:
-    """(num_bytes,) uint8 on the host with undefined content, where O_DIRECT may read from and write to."""
-    length = in_blocks(num_bytes) + BLOCK_BYTES
-    memory = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=pins)
-    start = -memory.data_ptr() % BLOCK_BYTES
-    return memory[start : start + num_bytes]
 
 
 class DiskTicket:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gemini.errors import GeminiError
-from gemini.memory.disk import DiskTicket, DiskTier, aligned_bytes
+from gemini.memory.direct import aligned_bytes
+from gemini.memory.disk import DiskTicket, DiskTier
 from gemini.memory.tier import MemoryTier
 from gemini.memory.workers import Over, WorkPiece
 from gemini.placement.demand import Tier
@@ -24,7 +25,7 @@ from gemini.placement.needs import round_to_alignment
 # -- A region: flat memory on one tier, with the tickets that tell when the copies from and to it are done.
 #
 # Copies between host and device run while the host goes on. The next reader or writer of a region finds in it the
-# tickets to wait for, and waits for nothing else. `transfer.py` makes the copies and does the waiting.
+# tickets to wait for, and waits for nothing else. `Transfer` makes the copies and does the waiting.
 
 
 class Ticket(Protocol):
@@ -354,7 +355,7 @@ class Transfer:
             # Copies are done at once here, but a thread may still read what is about to be overwritten: see
             # [Note: In the background] in checkpoint/saving.py.
             wait_on_host(to)
-            # A sum on the host may still be made: see `HostSum`.
+            # A sum on the host may still be made: see `SumOnWait`.
             if source.tickets.write is not None:
                 source.tickets.write.wait()
             to.flat.copy_(source.flat)

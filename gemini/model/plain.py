@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from gemini.access.grad import own_grad
 from gemini.access.link import link_of
-from gemini.access.parameter_link import ParameterLink, any_link_of
+from gemini.access.parameter_link import ParameterLink, any_link_of, own_grad
 from gemini.access.released import CONVERSION, cannot_take, changes_nothing
 from gemini.access.states import States
 from gemini.access.weights import load_part, load_whole_state_dict, whole_state_dict

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini.access.grad import own_grad, set_own_grad
-from gemini.access.parameter_link import any_link_of
+from gemini.access.parameter_link import any_link_of, own_grad, set_own_grad
 from gemini.access.released import ReleasedParameter
 from gemini.building.store import BuildStore, BuiltLink, built_link_of
 from gemini.errors import BudgetError, GeminiError, RankLostError, UnsupportedError

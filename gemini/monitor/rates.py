@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini.memory.disk import DiskTier, aligned_bytes
+from gemini.memory.direct import aligned_bytes
+from gemini.memory.disk import DiskTier
 from gemini.memory.memory import resolve_device
 from gemini.placement.machines import Rates
 from gemini.settings import Device
@@ -219,7 +220,7 @@ def _collective_rates(device: torch.device, group: dist.ProcessGroup) -> tuple[f
     rate = _PAYLOAD_BYTES * (world_size - 1) / world_size / max(whole_s - launch_s, 1e-9)
     # torchrun sets LOCAL_WORLD_SIZE. Without it all ranks are taken to share one node.
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
-    # Between nodes the adapters of all ranks of a node carry the gather (cost.py): one rank has its share of the rate.
+    # Between nodes the adapters of all ranks of a node carry the gather: one rank has its share of the rate.
     return (rate, None, launch_s) if world_size <= per_node else (None, rate / per_node, launch_s)
 
 

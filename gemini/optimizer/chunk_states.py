@@ -21,9 +21,10 @@ from gemini.memory.transfer import Region, Tickets, wait_on_tier
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate, ShardView, runs_of
-from gemini.placement.budget import check_host_room_for_steps, check_room_at_rest
 from gemini.placement.demand import Kind, StateHome, Tier, update_tier
-from gemini.placement.plan import Plan, has_room_for
+from gemini.placement.host_room import check_host_room_for_steps, check_room_at_rest
+from gemini.placement.plan import Plan
+from gemini.placement.planning import has_room_for
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.params import ParamStore

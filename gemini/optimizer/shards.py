@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gemini.memory.disk import aligned_bytes
+from gemini.memory.direct import aligned_bytes
 from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Transfer, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.placement.demand import Kind, Tier

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.memory.memory import WorkThread, WorkTicket
 from gemini.memory.transfer import Ticket, wait_on_tier
+from gemini.memory.work import WorkThread, WorkTicket
 from gemini.monitor.live import LiveMemory
 from gemini.optimizer.elementwise import settings_in_words
 from gemini.optimizer.shards import spans_of

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from gemini.errors import BudgetError, GeminiError, UnsupportedError, UpdatedInBackwardError
-from gemini.memory.memory import RankMemory, WorkTicket
+from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, ready, wait_on_stream, wait_on_tier
+from gemini.memory.work import WorkTicket
 from gemini.optimizer.chunk_states import ChunkOptimizerState
 from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate
 from gemini.optimizer.given import GroupEdits

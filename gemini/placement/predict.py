@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from gemini.placement.budget import Budget
+from gemini.placement.decisions import Decisions
 from gemini.placement.demand import Demand, Kind, Placement, Tier, format_bytes, update_tier
 from gemini.placement.next_use import Act, Moment, PassKind, PassSchedule, Phase
 from gemini.placement.packing import BYTES_PER_COLLECTIVE, ChunkFacts, Packing
@@ -22,10 +22,6 @@ from gemini.placement.policy import PlacementPolicy, before_disk
 from gemini.placement.simulate import Exchange, MoveReason, SimulatedPayloads, Traffic
 from gemini.placement.simulated_gradients import Gradients
 from gemini.settings import Settings
-
-if TYPE_CHECKING:
-    from gemini.placement.plan import Plan
-
 
 # -- The simulation of a model's steps from its plan: every fetch, eviction, reduction and update, in numbers. Pure.
 #
@@ -43,7 +39,7 @@ class Simulation:
         rank: the simulated rank. Ranks differ where a chunk is updated only in part.
     """
 
-    def __init__(self, plan: Plan, schedule: PassSchedule, rank: int = 0) -> None:
+    def __init__(self, plan: Decisions, schedule: PassSchedule, rank: int = 0) -> None:
         self.traffic = Traffic()
         self.payloads = SimulatedPayloads(plan, self.traffic)
         self.gradients = Gradients(plan, self.payloads, self.traffic, self._use, self._leave_node)
@@ -303,7 +299,12 @@ class Predicted:
 
 
 def predict_steps(
-    plan: Plan, num_steps: int, *, schedule: PassSchedule | None = None, micro_batches: int | None = None, rank: int = 0
+    plan: Decisions,
+    num_steps: int,
+    *,
+    schedule: PassSchedule | None = None,
+    micro_batches: int | None = None,
+    rank: int = 0,
 ) -> list[Predicted]:
     """Predict the first steps after a model was wrapped. A pure function: local.
 
@@ -322,7 +323,7 @@ def predict_steps(
 
 
 def predict(
-    plan: Plan, *, schedule: PassSchedule | None = None, micro_batches: int | None = None, rank: int = 0
+    plan: Decisions, *, schedule: PassSchedule | None = None, micro_batches: int | None = None, rank: int = 0
 ) -> Predicted:
     """Predict the step that repeats, with the arguments of `predict_steps`. A pure function: local."""
     # Simulate until a step ends in the state in which it began.
@@ -336,7 +337,7 @@ def predict(
     return found
 
 
-def expected_schedule(plan: Plan, recomputed: Sequence[str] = ()) -> PassSchedule:
+def expected_schedule(plan: Decisions, recomputed: Sequence[str] = ()) -> PassSchedule:
     """`PassSchedule.expected` of the model and these modules, with the weights that the plan trains. Pure: local.
 
     They may differ from those that were trainable when the model was wrapped, which `plan.spec` records.
@@ -353,7 +354,7 @@ _MOST_STEPS = 4
 """Simulated until a step repeats: the first has no trace, the second begins with what the first left in the slots."""
 
 
-def predict_forwards(plan: Plan, num_forwards: int, *, schedule: PassSchedule | None = None) -> list[Predicted]:
+def predict_forwards(plan: Decisions, num_forwards: int, *, schedule: PassSchedule | None = None) -> list[Predicted]:
     """Predict the first forwards without gradients after a model was wrapped. A pure function: local.
 
     Each forward begins with the chunks that the one before has left in the slots, so they may differ.
@@ -367,25 +368,25 @@ def predict_forwards(plan: Plan, num_forwards: int, *, schedule: PassSchedule | 
     return [_forward(simulation, plan) for _ in range(num_forwards)]
 
 
-def predict_inference(plan: Plan, *, schedule: PassSchedule | None = None) -> Predicted:
+def predict_inference(plan: Decisions, *, schedule: PassSchedule | None = None) -> Predicted:
     """Predict a forward without gradients, with the arguments of `predict_forwards`. A pure function: local."""
     # The first forwards differ: they begin with other chunks in the slots, and the very first one has no trace.
     return predict_forwards(plan, _MOST_STEPS, schedule=schedule)[-1]
 
 
-def _step(simulation: Simulation, plan: Plan, micro_batches: int | None) -> Predicted:
+def _step(simulation: Simulation, plan: Decisions, micro_batches: int | None) -> Predicted:
     for number in range(micro_batches or plan.demand.micro_batches):
         simulation.micro_batch(number + 1)
     simulation.update()
     return _taken(simulation, plan)
 
 
-def _forward(simulation: Simulation, plan: Plan) -> Predicted:
+def _forward(simulation: Simulation, plan: Decisions) -> Predicted:
     simulation.infer()
     return _taken(simulation, plan)
 
 
-def _taken(simulation: Simulation, plan: Plan) -> Predicted:
+def _taken(simulation: Simulation, plan: Decisions) -> Predicted:
     traffic, extra = simulation.traffic, simulation.homes.take_peaks()
     exchanged = {what: (count, traffic.exchanged[what]) for what, count in sorted(traffic.launches.items())}
     # All that the plan counts is held throughout, so a peak is that and the most of what comes beyond the plan.

@@ -11,27 +11,22 @@ from gemini.placement.budget import (
     Budget,
     FreeBytes,
     advised,
+    later_device_bytes,
+    least_of,
+    with_less_for_activations,
+)
+from gemini.placement.demand import OPTIM_STATES, WRAPPED_KINDS, Kind, ModelSpec, Tier
+from gemini.placement.host_room import (
     check_host_room,
     check_host_room_for_steps,
     has_host_room,
     has_host_room_for_steps,
-    later_device_bytes,
-    least_of,
     refuses_unannounced,
-    with_less_for_activations,
 )
-from gemini.placement.demand import OPTIM_STATES, WRAPPED_KINDS, Kind, ModelSpec, Tier
 from gemini.placement.needs import Packed, trained_at_first
 from gemini.placement.packing import CHUNKS_PLACED, Packing, packings, step_cost
-from gemini.placement.plan import (
-    Plan,
-    kept_at_first,
-    least_of_all_packings,
-    plan_demand,
-    plan_packing,
-    replan,
-    with_room_for_steps,
-)
+from gemini.placement.plan import Plan, kept_at_first, least_of_all_packings
+from gemini.placement.planning import plan_demand, plan_packing, replan, with_room_for_steps
 from gemini.placement.policies import is_short, leaves_much, would_leave_much
 from gemini.settings import Settings
 
@@ -270,7 +265,7 @@ def plan_first(packed: Packed, settings: Settings, free: FreeBytes) -> tuple[Pla
     has_room = has_host_room_for_steps(first, refuses_unannounced(first))
     if settings.chunk_size is not None or (refused is None and has_room):
         return first, refused
-    # There is no room for Adam: see [Note: Optimizers to come] in search.py.
+    # There is no room for Adam: see [Note: Optimizers to come].
     # Momentum's one state first, then none. Where the chunks of `first` have room for the number they stay: other
     # chunks would serve no more optimizers.
     for optim_states in reversed(range(OPTIM_STATES)):

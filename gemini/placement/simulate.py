@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
+from gemini.placement.decisions import Decisions
 from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier, update_tier
 from gemini.placement.gradient_rules import (
     LendingHistory,
@@ -17,10 +17,6 @@ from gemini.placement.gradient_rules import (
     may_stay,
 )
 from gemini.placement.next_use import TOUCHES_AHEAD, Events, EvictionQueue, NextUse
-
-if TYPE_CHECKING:
-    from gemini.placement.plan import Plan
-
 
 # -- Counts the bytes that cross the links and that ranks exchange in a step, by purpose, without moving any.
 
@@ -86,7 +82,7 @@ class Traffic:
 class SimulatedPayloads:
     """The payloads of all chunks of a plan, by index."""
 
-    def __init__(self, plan: Plan, traffic: Traffic) -> None:
+    def __init__(self, plan: Decisions, traffic: Traffic) -> None:
         self._facts = plan.packing.chunks
         self._tiers = [homes[Kind.PARAM] for homes in plan.placement.homes]
         self._kept = plan.placement.kept
@@ -308,7 +304,7 @@ class Homes:
     """The reduced gradients of all trainable chunks, by index."""
 
     def __init__(
-        self, plan: Plan, gradients: Mapping[int, Gradient], payloads: SimulatedPayloads, traffic: Traffic
+        self, plan: Decisions, gradients: Mapping[int, Gradient], payloads: SimulatedPayloads, traffic: Traffic
     ) -> None:
         self._facts = plan.packing.chunks
         self._tiers = plan.placement.homes

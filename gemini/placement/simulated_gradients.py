@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
+from gemini.placement.decisions import Decisions
 from gemini.placement.demand import Dtype, Kind, Tier
 from gemini.placement.gradient_rules import MAX_WAITING, SumRule, expected_after, first_to_spill
 from gemini.placement.needs import num_tiles
@@ -17,16 +17,13 @@ from gemini.placement.next_use import ReductionOrder
 from gemini.placement.packing import ChunkFacts
 from gemini.placement.simulate import Exchange, Gradient, Homes, MoveReason, SimulatedPayloads, Traffic
 
-if TYPE_CHECKING:
-    from gemini.placement.plan import Plan
-
 
 class Gradients:
     """The gradients of all trainable chunks of a plan, by index."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Decisions,
         payloads: SimulatedPayloads,
         traffic: Traffic,
         use: Callable[[int, int], None],

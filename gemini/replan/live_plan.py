@@ -14,18 +14,16 @@ from gemini.log import get_dist_logger
 from gemini.memory.modes import uncollected
 from gemini.monitor.live import LiveBytes
 from gemini.monitor.readings import HostSource, share_of_host
-from gemini.placement.budget import (
-    Budget,
-    FreeBytes,
+from gemini.placement.budget import Budget, FreeBytes, is_less
+from gemini.placement.demand import Kind, format_bytes
+from gemini.placement.host_room import (
     check_host_room,
     check_host_room_for_steps,
     has_host_room_for_steps,
-    is_less,
     refuses_unannounced,
 )
-from gemini.placement.demand import Kind, format_bytes
-from gemini.placement.plan import (
-    Plan,
+from gemini.placement.plan import Plan
+from gemini.placement.planning import (
     PlanChanges,
     ShortageCap,
     bounded_in_words,

@@ -21,7 +21,8 @@ from gemini.log import get_dist_logger
 from gemini.memory.modes import uncollected
 from gemini.placement.budget import is_less
 from gemini.placement.demand import OPTIM_STATES, format_bytes
-from gemini.placement.plan import Plan, PlanChanges, budget_after_shortage, has_room_for, states_in_words
+from gemini.placement.plan import Plan
+from gemini.placement.planning import PlanChanges, budget_after_shortage, has_room_for, states_in_words
 from gemini.placement.search import are_alike, with_least
 from gemini.replan.live_plan import OPTIM_CHANGED, FreeMemory, Replanning
 from gemini.runtime.manager import ChunkManager

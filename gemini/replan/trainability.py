@@ -26,7 +26,7 @@ from gemini.memory.disk import DiskTier
 from gemini.memory.modes import uncollected
 from gemini.placement.budget import Budget, FreeBytes
 from gemini.placement.demand import Kind, OperatorSpec
-from gemini.placement.plan import PlanChanges, has_room_for, offloaded, states_in_words
+from gemini.placement.planning import PlanChanges, has_room_for, offloaded, states_in_words
 from gemini.replan.live_plan import (
     BEFORE_STEP,
     BUDGETED,

@@ -8,7 +8,8 @@ import torch
 
 from gemini.errors import BudgetError
 from gemini.log import warn_at_script
-from gemini.memory.memory import HostSums, RankMemory
+from gemini.memory.host_sums import HostSums
+from gemini.memory.memory import RankMemory
 from gemini.memory.modes import untracked
 from gemini.memory.slot import SharedStorage, Slot
 from gemini.memory.transfer import Region, ready, wait_on_host, wait_on_stream, wait_on_tier
@@ -61,7 +62,7 @@ class MicroBatches:
 # A chunk's gradient is *open* from its first to its last local gradient. Then it is reduced and merged into its home.
 # An open payload that must make room is spilled to the host unreduced, by this rank alone, and comes back when it is
 # needed. Where this rank holds the whole gradient on the device anyway, gradients are written to the home directly. A
-# gradient without a home of its own rests in its chunk's parameter home, see grad_homes.py.
+# gradient without a home of its own rests in its chunk's parameter home, see [Note: Lent homes].
 
 
 class GradMemory:

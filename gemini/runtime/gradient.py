@@ -61,7 +61,7 @@ def gaps_of(chunk: Chunk) -> tuple[tuple[int, int], ...]:
     return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
 
-# -- The states of a chunk's gradient, and what may follow what. See [Note: Three states] in gradient.py.
+# -- The states of a chunk's gradient, and what may follow what. See [Note: Three states].
 
 
 class State(Enum):

@@ -30,7 +30,8 @@ from gemini.runtime.grad_homes import GradHomes, GradMemory, MicroBatches
 from gemini.runtime.grads import GradStore, LeftGradients, TrainingState
 from gemini.runtime.migrate import Migration, StateStore
 from gemini.runtime.params import ParamStore
-from gemini.runtime.step import Recorder, Step
+from gemini.runtime.recorder import Recorder
+from gemini.runtime.step import Step
 
 
 class OptimizerPart(Protocol):

@@ -56,7 +56,7 @@ def slots_are_in_use(where: str, chunk: Chunk, pool: SlotPool, chunks: Sequence[
     )
 
 
-# -- Selects the chunk that leaves its slot when another chunk needs one, by `placement.eviction`.
+# -- Selects the chunk that leaves its slot when another chunk needs one: asks an `EvictionQueue`.
 
 
 class Victims:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gemini.errors import GeminiError
-from gemini.memory.memory import HostSums
+from gemini.memory.host_sums import HostSums
 from gemini.memory.transfer import Region, Scratch, Transfer, ready, wait_on_host, wait_on_stream
 from gemini.observe import OpenMove
 from gemini.placement.demand import Tier

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from gemini import FreeBytes, Plan, Settings, Tier, plan_model, specs_of
 from gemini.placement.budget import ACTIVATION_FRACTION, Budget, device_memory_for
-from gemini.placement.plan import replan
+from gemini.placement.planning import replan
 from tests.harness.on_ranks import on_ranks_with
 from tests.harness.reference import Recipe, train_plain
 from tests.harness.runs import assert_equal_runs, wanted_on

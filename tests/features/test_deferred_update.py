@@ -16,8 +16,8 @@ import torch
 
 import gemini
 from gemini import GeminiError, ShardedModel, ShardedOptimizer, state_hash
-from gemini.memory.memory import WorkThread, WorkTicket
 from gemini.memory.transfer import Region, wait_on_host
+from gemini.memory.work import WorkThread, WorkTicket
 from gemini.optimizer import summary, update
 from gemini.placement.demand import Tier
 from tests.harness import late_copies, slow_updates

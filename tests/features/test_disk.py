@@ -29,8 +29,8 @@ from gemini import (
     deepspeed,
 )
 from gemini.access.parameter_link import any_link_of
-from gemini.memory.direct import BLOCK_BYTES
-from gemini.memory.disk import DiskTier, aligned_bytes
+from gemini.memory.direct import BLOCK_BYTES, aligned_bytes
+from gemini.memory.disk import DiskTier
 from gemini.memory.slot import SharedStorage
 from gemini.memory.workers import WorkPiece
 from gemini.placement.demand import Kind, Tier
@@ -524,8 +524,8 @@ def test_checksums_find_a_byte_that_the_disk_has_changed(deferred: bool, tmp_pat
         disk = model.chunk_manager.memory.disk
         assert disk is not None
         at = 8 * mlp.CHUNK_NUMEL + 5
-        (byte,) = os.pread(disk._file, 1, at)
-        os.pwrite(disk._file, bytes([byte ^ 1]), at)
+        (byte,) = os.pread(disk._file.number, 1, at)
+        os.pwrite(disk._file.number, bytes([byte ^ 1]), at)
 
         def trains(model: ShardedModel = model, optimizer: ShardedOptimizer = optimizer) -> None:
             for step in range(1, 3):

@@ -12,7 +12,8 @@ from torch import nn
 
 import gemini
 from gemini import GeminiError, ShardedModel, ShardedOptimizer
-from gemini.memory.disk import DiskTier, aligned_bytes
+from gemini.memory.direct import aligned_bytes
+from gemini.memory.disk import DiskTier
 from tests.features.test_disk import _with_weights, failing, sharded
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.zoo import mlp
@@ -98,15 +99,15 @@ def test_checksums_find_a_byte_wherever_reads_and_writes_begin_and_end(at: int, 
     back = aligned_bytes(20_000, False)
     for start, end in reads:
         ends(tier.read(back[start:end], home[start:end]))
-    (byte,) = os.pread(tier._file, 1, at)
-    os.pwrite(tier._file, bytes([byte ^ 1]), at)
+    (byte,) = os.pread(tier._file.number, 1, at)
+    os.pwrite(tier._file.number, bytes([byte ^ 1]), at)
     for start, end in reads:
         with pytest.raises(GeminiError, match="checksum"):
             ends(tier.read(back[start:end], home[start:end]))
     home[at] = byte ^ 1  # through the mapping: nothing is known of these bytes now, and their first read is what counts
     for start, end in reads:
         ends(tier.read(back[start:end], home[start:end]))
-    os.pwrite(tier._file, bytes([byte]), at)
+    os.pwrite(tier._file.number, bytes([byte]), at)
     with pytest.raises(GeminiError, match="checksum"):
         ends(tier.read(back, home))
     tier.close()

@@ -15,8 +15,8 @@ import pytest
 
 import gemini
 from gemini.checkpoint import file_io
-from gemini.memory.memory import WorkThread
 from gemini.memory.transfer import CopyRoom, Loan, Region
+from gemini.memory.work import WorkThread
 from gemini.memory.workers import Over, WorkPiece
 from gemini.placement.demand import Tier
 from tests.features.test_deferred_update import assert_as_plain, wrapped

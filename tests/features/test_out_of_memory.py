@@ -14,7 +14,7 @@ from torch import Tensor
 import gemini
 from gemini import DivergenceError, EmulatedDevice, RemoteRankError, ShardedModel, ShardedOptimizer, state_hash
 from gemini.placement.budget import Budget
-from gemini.placement.plan import ShortageCap
+from gemini.placement.planning import ShortageCap
 from tests.features.test_recorder import Peaked
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.harness.told import told

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gemini import BudgetError, DivergenceError, ShardedModel, ShardedOptimizer, Tier, estimate_memory
 from gemini.placement.demand import Kind
-from gemini.placement.plan import replan
+from gemini.placement.planning import replan
 from gemini.placement.policy import link_bytes
 from tests.harness.on_ranks import on_ranks
 from tests.harness.predicted import Measured, Peaks, differences, measure

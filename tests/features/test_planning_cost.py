@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planning import NUMEL, spec_of
 from gemini import Demand, EmulatedDevice, Placement, Settings, ShardedModel, ShardedOptimizer, plan_model
-from gemini.placement.plan import replan
+from gemini.placement.planning import replan
 from gemini.placement.policies import AutoPolicy
 from tests.harness.calls import growing, lines_of
 from tests.harness.on_ranks import on_ranks

@@ -14,7 +14,8 @@ import torch
 
 from gemini import BudgetError, estimate_memory
 from gemini.placement import needs as scratch
-from gemini.placement.plan import Plan, replan
+from gemini.placement.plan import Plan
+from gemini.placement.planning import replan
 from gemini.placement.policies import next_better, next_worse
 from gemini.placement.predict import predict
 from gemini.placement.simulate import Exchange

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from unittest import mock
 
-from gemini.memory.memory import WorkThread
+from gemini.memory.work import WorkThread
 from gemini.optimizer import update
 
 

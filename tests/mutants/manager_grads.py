@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batches are not added",
-        "HostSum.wait",
+        "SumOnWait.wait",
         "target.flat.add_",
         "target.flat.copy_",
         HALF,
@@ -282,7 +282,7 @@ MUTANTS = [
     ),
     Mutant(
         "a micro-batch is added before it has arrived",
-        "HostSum.wait",
+        "SumOnWait.wait",
         "wait_on_host(self._addend)",
         "",
         "tests/features/test_late_copies.py",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gemini import BudgetError, Plan, Settings, Tier, plan_model
 from gemini.placement.demand import ModelSpec
-from gemini.placement.plan import replan
+from gemini.placement.planning import replan
 from gemini.placement.policies import next_better, next_worse
 from tests.pure.test_plan import LINE, RANKS, choices, specs
 

@@ -15,10 +15,10 @@ import torch
 from safetensors import safe_open
 
 import gemini.checksum
-from gemini.checkpoint import file_io
 from gemini.checkpoint.file_io import PIECE_BYTES, DiskIO
 from gemini.checkpoint.tensor_files import OpenFiles, Part, TensorFile, checksum, tensors_in, whole
 from gemini.errors import CheckpointError
+from gemini.memory import direct
 
 # Two that are divided at odd places, one of a whole piece, and small ones before, between and after.
 SIZES = {"first": 3, "a": 2 * PIECE_BYTES + 12_345, "between": 7, "b": PIECE_BYTES + 4097, "c": PIECE_BYTES, "last": 1}
@@ -40,7 +40,7 @@ def write(path: Path) -> tuple[dict[str, torch.Tensor], TensorFile]:
 def test_every_byte_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
     write_at = os.pwritev
     if trouble == "no O_DIRECT":
-        monkeypatch.setattr(file_io, "past_the_cache", lambda file: file)
+        monkeypatch.setattr(direct, "_past_the_cache", lambda file: file)
 
     def troubled(file: int, data: list[memoryview], position: int) -> int:
         if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:

@@ -7,7 +7,8 @@ from torch import nn
 
 from gemini import Settings, plan_model, specs_of
 from gemini.placement.budget import Budget, FreeBytes
-from gemini.placement.plan import Plan, budget_to_follow, followed_in_words, replan
+from gemini.placement.plan import Plan
+from gemini.placement.planning import budget_to_follow, followed_in_words, replan
 
 HOST = 10**9
 

@@ -18,7 +18,7 @@ from gemini import BudgetError, FreeBytes, Kind, Plan, Settings, Tier, plan_mode
 from gemini.model.operators import specs_of
 from gemini.placement.demand import Dtype, ModelSpec, OperatorSpec, WeightSpec
 from gemini.placement.packing import step_cost
-from gemini.placement.plan import replan
+from gemini.placement.planning import replan
 from gemini.placement.policy import link_bytes, moved_and_updated
 
 DTYPES = [Dtype("float32", 4), Dtype("bfloat16", 2), Dtype("float16", 2), Dtype("float64", 8)]

@@ -194,7 +194,7 @@ OFFLOAD = [
         Device,
         MappedTo(
             POLICY,
-            # `finish` in deepspeed_keys.py adds what nvme means beside.
+            # `finish` adds what nvme means beside.
             lambda device: None if device == "none" else OptimizerOnHostPolicy(),
             "cpu: optimizer state, masters and gradients rest on the host; nvme: optimizer state and masters on the "
             "disk (`disk_optim_frac` is 1), gradients on the host",
@@ -207,7 +207,7 @@ OFFLOAD = [
         Ratio,
         MappedTo(
             POLICY,
-            # `finish` in deepspeed_keys.py joins it with the device, without which it means nothing.
+            # `finish` joins it with the device, without which it means nothing.
             lambda ratio: None,
             "with device cpu: the fraction of the state that rests on the host, from the last chunk on. It is updated "
             "there, and the rest on the device",
