@@ -59,14 +59,14 @@ def test_a_node_pins_what_it_has_unpacked_until_the_next_node_asks() -> None:
 
     def watch(chunk, operator):  # type: ignore[no-untyped-def]
         payload = node_fetch(chunk, operator)
-        pinned_at_fetch.append(sum(c.pins > 0 for c in model.chunk_manager.chunks))
+        pinned_at_fetch.append(sum(pins > 0 for pins in model.chunk_manager.params.rules.pins))
         return payload
 
     model.chunk_manager.step.backward.node_fetch = watch  # type: ignore[method-assign]
     model(torch.randn(2, WIDTH)).sum().backward()
     assert max(pinned_at_fetch) == 2, "the product's backward needs both weights at once"
     assert min(pinned_at_fetch) == 1, "every other node needs one"
-    assert sum(c.pins for c in model.chunk_manager.chunks) == 0, "nothing stays pinned"
+    assert sum(model.chunk_manager.params.rules.pins) == 0, "nothing stays pinned"
 
 
 def test_backward_through_a_graph_from_before_a_step_raises() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -343,6 +344,7 @@ class BuildStore:
         self.binding = BuildBinding(memory, self._own)
         self.chunks = BuiltChunks(memory, home_of, self.binding)
         self._freed = Freed()
+        self._num_uses = Counter[int]()  # by chunk: uses of its payload that go on
         self.is_closed = False
 
     # -- in
@@ -402,13 +404,14 @@ class BuildStore:
         try:
             with self.communicator.publishing(), untracked():
                 # Release what nobody uses any more before anything else is gathered.
-                for chunk in [chunk for chunk in self.binding.valid if chunk not in chunks and not chunk.pins]:
+                unused = [each for each in self.binding.valid if each not in chunks and not self._num_uses[each.index]]
+                for chunk in unused:
                     self._release(chunk)
                 for chunk in chunks:
                     members = [each for each in wanted if each.chunk is chunk]
                     self._position.set(members[0].operator, Phase.TOUCH)
                     self._fetch(chunk, members, overwrites)
-                    chunk.pin()
+                    self._num_uses[chunk.index] += 1
                     pinned.append(chunk)
             # Outside of `publishing`: an exception of the user's code is not published from here.
             yield
@@ -418,9 +421,9 @@ class BuildStore:
         finally:
             self._position.return_to(before)
             for chunk in pinned:
-                chunk.lift_pin()
+                self._num_uses[chunk.index] -= 1
                 # A use around this one goes on, and needs the parameters plain.
-                if not chunk.pins and chunk.plain:
+                if not self._num_uses[chunk.index] and chunk.plain:
                     self.binding.cover_chunk(chunk)
 
     def _fetch(self, chunk: Chunk, members: Sequence[ManagedParameter], overwrites: bool) -> None:
@@ -461,8 +464,8 @@ class BuildStore:
 
     def restart(self) -> None:
         """Drop all payloads and edits after a failure that every rank caught, so that all ranks are alike. Local."""
+        self._num_uses.clear()
         for chunk in list(self.binding.valid):
-            chunk.reset_pins()
             self.binding.close(chunk)
         self.binding.reset()
 

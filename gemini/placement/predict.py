@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from gemini.placement.budget import Budget
 from gemini.placement.decisions import Decisions
 from gemini.placement.demand import Demand, Kind, Placement, Tier, format_bytes, update_tier
-from gemini.placement.next_use import Act, Moment, PassKind, PassSchedule, Phase
+from gemini.placement.next_use import Act, Events, Moment, PassKind, PassSchedule, Phase
 from gemini.placement.packing import BYTES_PER_COLLECTIVE, ChunkFacts, Packing
+from gemini.placement.payload_rules import PayloadRules
 from gemini.placement.policies import (
     KINDS_IN_WORDS,
     all_at_rest_on_device,
@@ -19,15 +20,15 @@ from gemini.placement.policies import (
     next_worse,
 )
 from gemini.placement.policy import PlacementPolicy, before_disk
-from gemini.placement.simulate import Exchange, MoveReason, SimulatedPayloads, Traffic
+from gemini.placement.simulate import Exchange, MoveReason, PayloadTraffic, Traffic
 from gemini.placement.simulated_gradients import Gradients
 from gemini.settings import Settings
 
 # -- The simulation of a model's steps from its plan: every fetch, eviction, reduction and update, in numbers. Pure.
 #
-# `Simulation` follows a schedule as `runtime/step.py` follows the hooks. It evicts by the same `NextUse` and
-# `EvictionQueue`, gathers equally far ahead, opens and spills gradients by the same rules, and updates each chunk where
-# its state rests. `tests/features/test_plan_is_the_run.py` compares both, byte by byte, in many random cases.
+# `Simulation` follows a schedule as `runtime/step.py` follows the hooks. Payloads come and leave by the `PayloadRules`
+# of a run. It opens and spills gradients by the same rules, and updates each chunk where its state rests.
+# `tests/features/test_plan_is_the_run.py` compares both, byte by byte, in many random cases.
 
 
 class Simulation:
@@ -41,7 +42,10 @@ class Simulation:
 
     def __init__(self, plan: Decisions, schedule: PassSchedule, rank: int = 0) -> None:
         self.traffic = Traffic()
-        self.payloads = SimulatedPayloads(plan, self.traffic)
+        self.events = Events()
+        self.payloads = PayloadRules(plan.packing.chunks, self.events, plan.settings.prefetch_depth(plan.world_size))
+        self.payloads.follow(plan.placement, plan.demand)
+        self._counted = PayloadTraffic(plan, self.traffic)
         self.gradients = Gradients(plan, self.payloads, self.traffic, self._use, self._leave_node)
         self.homes = self.gradients.homes
         self._plan = plan
@@ -62,7 +66,8 @@ class Simulation:
         """Everything that the next step depends on: steps that begin in equal states are equal."""
         # The flag stands for the traces and the order of reductions. The first step leaves them to all later ones,
         # because all follow one schedule.
-        return self._num_updates > 0, self.payloads.state, self.homes.state
+        # Which slot a chunk is in does not matter: slots of one size are equal.
+        return self._num_updates > 0, frozenset(self.payloads.gathered), self.homes.state
 
     def micro_batch(self, backward: int) -> None:
         """Simulate a forward and its backward. backward: the number of that backward since the last step, from 1."""
@@ -81,7 +86,7 @@ class Simulation:
         self._lift(0)
         self._in_backward = False
         self.gradients.end_backward()
-        self.payloads.finish_ahead()
+        self.payloads.finish_ahead(self._counted)
         self.payloads.next_use.end_pass(PassKind.TRAINING)
 
     def infer(self) -> None:
@@ -97,7 +102,7 @@ class Simulation:
         """Simulate a step of Adam."""
         self._num_updates += 1
         self.payloads.next_use.note_update()
-        self.payloads.finish_ahead()
+        self.payloads.finish_ahead(self._counted)
         # Every payload is stale after the update, so all slots are free while it runs.
         for chunk in self.gradients.of:
             self.payloads.release(chunk)
@@ -123,11 +128,11 @@ class Simulation:
     # -- moments
 
     def _begin_forward(self) -> None:
-        self.payloads.finish_ahead()
+        self.payloads.finish_ahead(self._counted)
 
     def _enter(self) -> None:
         if self.payloads.is_resident:
-            self.payloads.gather_stale()
+            self.payloads.gather_stale(self._counted)
 
     def _do(self, moment: Moment) -> None:
         payloads = self.payloads
@@ -139,11 +144,11 @@ class Simulation:
         elif payloads.is_resident:
             return
         elif moment.act is Act.BEGIN:
-            payloads.finish_ahead()
+            payloads.finish_ahead(self._counted)
         elif moment.act is Act.READ:
             self._read(moment)
         elif moment.act is Act.ENTER:
-            payloads.events.reach(moment.which, Phase.RECOMPUTE if self._in_backward else Phase.FORWARD)
+            self.events.reach(moment.which, Phase.RECOMPUTE if self._in_backward else Phase.FORWARD)
             self._follow(moment)
             # Each chunk is pinned before the next one is fetched, which could evict it otherwise.
             for chunk in self._uses[moment.which]:
@@ -159,10 +164,10 @@ class Simulation:
         # As in a run, where a handle names the operator in whose forward the weight was saved.
         if self.payloads.at_home[chunk] and chunk not in self.homes.lent:
             if self._plan.world_size == 1:
-                self.payloads.events.reach(moment.operator, Phase.BACKWARD)
+                self.events.reach(moment.operator, Phase.BACKWARD)
                 self._note_use(chunk)
             return
-        self.payloads.events.reach(moment.operator, Phase.BACKWARD)
+        self.events.reach(moment.operator, Phase.BACKWARD)
         self._follow(moment)
         self._fetch(chunk)
         # Pinned before gathers are started ahead, which look for slots too.
@@ -191,13 +196,13 @@ class Simulation:
         if payloads.at_home[chunk]:
             self._note_use(chunk)
             return
-        payloads.next_use.touch(chunk)
+        payloads.touch(chunk)
         # Reductions that are due may take the home of this chunk's parameters for a gradient.
         if self._in_backward:
             self.gradients.before_touch()
             if not payloads.is_there(chunk):
                 homes.reclaim(chunk)
-        payloads.fetch(chunk)
+        payloads.fetch(chunk, self._counted)
 
     def _note_use(self, chunk: int) -> None:
         """One rank traces uses of chunks that never leave, too: it looks as many uses ahead."""
@@ -205,9 +210,9 @@ class Simulation:
             self.payloads.next_use.touch(chunk)
 
     def _gather_ahead(self) -> None:
-        for chunk in self.payloads.to_gather():
+        for chunk in self.payloads.to_gather(self._counted):
             self.homes.reclaim(chunk)
-            self.payloads.gather_ahead(chunk)
+            self.payloads.gather_ahead(chunk, self._counted)
 
     # -- an update
 
@@ -261,7 +266,7 @@ class Simulation:
         facts, home = self._facts[chunk], self._plan.placement.homes[chunk][Kind.PARAM]
         if home is Tier.HOST:
             # The gather needs memory on the device: a slot takes the place of the home.
-            self.payloads.open_own_part(chunk)
+            self.payloads.open_own_part(chunk, self._counted)
         self.traffic.exchange(Exchange.WHOLE_WEIGHT, facts.payload_bytes)
         if home is Tier.HOST:
             # This rank's part is at home already, so only the parts of the other ranks are copied there.

@@ -15,7 +15,8 @@ from gemini.placement.gradient_rules import MAX_WAITING, SumRule, expected_after
 from gemini.placement.needs import num_tiles
 from gemini.placement.next_use import ReductionOrder
 from gemini.placement.packing import ChunkFacts
-from gemini.placement.simulate import Exchange, Gradient, Homes, MoveReason, SimulatedPayloads, Traffic
+from gemini.placement.payload_rules import PayloadRules
+from gemini.placement.simulate import Exchange, Gradient, Homes, MoveReason, Traffic
 
 
 class Gradients:
@@ -24,7 +25,7 @@ class Gradients:
     def __init__(
         self,
         plan: Decisions,
-        payloads: SimulatedPayloads,
+        payloads: PayloadRules,
         traffic: Traffic,
         use: Callable[[int, int], None],
         leave_node: Callable[[], None],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import get_ident
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import GeminiError
+from gemini.placement.payload_rules import PayloadRules
 from gemini.runtime.chunk import Chunk
-from gemini.runtime.params import Victims
 
 # -- Operators' forward hooks, which are lifted off their modules while all parameters stay on the device.
 #
@@ -184,9 +184,9 @@ class Call:
         """The context is about to be entered: the call's end leaves it."""
         self.watch = watch
 
-    def lift_pins(self, victims: Victims) -> None:
+    def lift_pins(self, rules: PayloadRules) -> None:
         """Lift the call's pins. Afterwards it has none."""
-        victims.unpin(self.pinned)
+        rules.unpin([chunk.index for chunk in self.pinned])
         self.pinned.clear()
 
     def end(self, late: bool = False, is_here: bool = True) -> None:
@@ -218,8 +218,8 @@ class Call:
 class Calls:
     """The running calls of one model, outermost first."""
 
-    def __init__(self, victims: Victims) -> None:
-        self._victims = victims
+    def __init__(self, rules: PayloadRules) -> None:
+        self._rules = rules
         self.by_thread: dict[int, list[Call]] = {}  # has only threads with a running call
 
     @property
@@ -290,7 +290,7 @@ class Calls:
         # Before the call is forgotten: an interrupt here leaves it in the list, to be ended again.
         call.end(late, is_here=thread == get_ident())
         # Pins of another thread's call can be lifted from here, unlike its hooks: they are the model's.
-        call.lift_pins(self._victims)
+        call.lift_pins(self._rules)
         if len(calls) > 1:
             calls.pop()
         else:
@@ -397,10 +397,9 @@ class Underway:
     A node's pins last until another node of the same graph task asks for something.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], victims: Victims) -> None:
-        self._chunks = chunks
-        self._victims = victims
-        self.calls = Calls(victims)
+    def __init__(self, rules: PayloadRules) -> None:
+        self._rules = rules
+        self.calls = Calls(rules)
         self.leaf_operator: Operator | None = None  # the leaf that backward is in; all its chunks are in `leaf`
         self.leaf: list[Chunk] = []
         self.awaits_backward = False  # a forward with gradients has had no backward yet
@@ -446,7 +445,7 @@ class Underway:
         """Lift a function's pins; `end_touch` is next. False if a failure has ended it meanwhile."""
         is_open = any(reference() is touch for reference in self._touches)
         if is_open:
-            self._victims.unpin(touch.pinned)
+            self._rules.unpin([chunk.index for chunk in touch.pinned])
             touch.note_unpinned()
         return is_open
 
@@ -478,7 +477,7 @@ class Underway:
         if task not in self._nodes:
             # The record holds the node itself, so that no later node can have its identity.
             self._nodes[task] = _autograd_node(), []
-        chunk.pin()
+        self._rules.pin(chunk.index)
         self._nodes[task][1].append(chunk)
 
     def _lift(self, task: int) -> None:
@@ -487,11 +486,11 @@ class Underway:
         # A graph task that reentrant checkpointing starts inside a node is over by the time that another node of `task`
         # runs.
         for inner in [t for t in self._nodes if t >= task]:
-            self._victims.unpin(self._nodes.pop(inner)[1])
+            self._rules.unpin([chunk.index for chunk in self._nodes.pop(inner)[1]])
 
     def pin_for_leaf(self, chunk: Chunk) -> None:
         """Pin a chunk of the leaf that backward is about to enter. Call `exit_leaf` before the first."""
-        chunk.pin()
+        self._rules.pin(chunk.index)
         self.leaf.append(chunk)
 
     def enter_leaf(self, operator: Operator) -> None:
@@ -500,7 +499,7 @@ class Underway:
 
     def exit_leaf(self) -> None:
         """Lift the leaf's pins: backward asks for something outside of it."""
-        self._victims.unpin(self.leaf)
+        self._rules.unpin([chunk.index for chunk in self.leaf])
         # Without an operator the next output of the same leaf enters it again.
         self.leaf_operator, self.leaf = None, []
 
@@ -518,8 +517,7 @@ class Underway:
         """Leave only the pins of touching functions: no call runs, and an interrupt may have lost the record of one."""
         # A function may run around all of this, such as the body of `GatheredParameters`: its chunks stay pinned.
         touches = [touch for reference in self._touches if (touch := reference()) is not None]
-        for chunk in self._chunks:
-            chunk.reset_pins(sum(touch.pinned.count(chunk) for touch in touches))
+        self._rules.reset_pins(chunk.index for touch in touches for chunk in touch.pinned)
         self._touches = [weakref.ref(touch) for touch in touches]
         self.awaits_backward = False
 

@@ -51,7 +51,7 @@ class LocalFacts:
     def numel(self) -> int:
         return self.layout.numel
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         return self.layout.numel * self.dtype.itemsize
 
@@ -316,7 +316,7 @@ class ChunkHomes(LocalFacts):
         return home[own.in_payload]
 
 
-# -- Who uses a chunk's payload now, what its parameters show of it, and how often it was updated and gathered.
+# -- What a chunk's parameters show of its payload, and how often it was updated. Who uses it knows `PayloadRules`.
 #
 # Nothing else writes these fields. `Chunk` has them, by inheritance, and nothing is moved here.
 
@@ -327,22 +327,8 @@ class ChunkUse:
 
     bound: bool = False  # the parameters' `.data` are views of the payload
     plain: bool = False  # the parameters' class is nn.Parameter, not the released class
-    pins: int = 0  # operators, functions and autograd nodes that use the payload now
     stays: bool = False  # gathered until the next update: see [Note: Staying chunks] in runtime/params.py
     num_updates: int = 0  # optimizer steps so far; backward through a graph from before the last one raises
-    num_gathers: int = 0  # times that its payload was brought into a slot
-
-    def pin(self) -> None:
-        """Keep the payload from leaving: an operator, a function or an autograd node uses it. It is there already."""
-        self.pins += 1
-
-    def lift_pin(self) -> None:
-        """One user of the payload is done. In a wrapped model `Victims.unpin` calls it: its queue has to know first."""
-        self.pins -= 1
-
-    def reset_pins(self, count: int = 0) -> None:
-        """Leave `count` pins. Only after a failure: no record tells any more which pins are still to be lifted."""
-        self.pins = count
 
     def note_bound(self) -> None:
         """The parameters' `.data` were made views of the payload."""
@@ -351,10 +337,6 @@ class ChunkUse:
     def note_update(self) -> None:
         """The weights were given new values, by a step or by a user: a backward through an older graph raises."""
         self.num_updates += 1
-
-    def count_gather(self) -> None:
-        """The payload is about to be brought into a slot."""
-        self.num_gathers += 1
 
 
 # -- A chunk and its states.

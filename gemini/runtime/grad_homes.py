@@ -435,10 +435,11 @@ class GradHomes:
         """Leave a kept slot that may be lent. See [Note: Lent payloads]. Every rank calls it at the same point."""
         if not chunk.lends_home or chunk.own_slot is None:
             return
-        is_in_use = bool(chunk.pins) or self._params.is_coming(chunk)
+        rules = self._params.rules
         is_gathered = chunk.state is ParamState.GATHERED
-        if self._lending.releases(chunk.index, chunk.num_gathers, is_in_use=is_in_use, is_gathered=is_gathered):
-            self._params.slots.release(chunk)
+        is_in_use, num_gathers = rules.is_in_use(chunk.index), rules.num_gathers[chunk.index]
+        if self._lending.releases(chunk.index, num_gathers, is_in_use=is_in_use, is_gathered=is_gathered):
+            self._params.release(chunk)
 
     def _can_lend_now(self, chunk: Chunk) -> bool:
         # The prefetch in flight sends this home to the other ranks.
@@ -451,7 +452,7 @@ class GradHomes:
 
     def _release_resident(self, chunk: Chunk) -> bool:
         """Release a resident chunk. False if something uses it or holds a view of it."""
-        if chunk.pins:
+        if self._params.rules.pins[chunk.index]:
             return False
         binding = self._params.binding
         binding.write_back(chunk)
@@ -514,7 +515,7 @@ class GradHomes:
     def end_step(self) -> None:
         """A step ends: what is reduced from now on belongs to the next one."""
         for chunk in self._lendable:
-            self._lending.note(chunk.index, chunk.num_gathers)
+            self._lending.note(chunk.index, self._params.rules.num_gathers[chunk.index])
         self._lending.end_step()
 
     def reset(self) -> None:

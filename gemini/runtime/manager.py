@@ -21,6 +21,7 @@ from gemini.observe import Observer
 from gemini.placement.budget import is_less
 from gemini.placement.demand import Tier
 from gemini.placement.next_use import PassKind, Trace
+from gemini.placement.payload_rules import PayloadRules
 from gemini.placement.plan import Plan
 from gemini.placement.policy import placement_in_words
 from gemini.ranks.communicator import Communicator
@@ -109,7 +110,9 @@ class ChunkManager:
         self.background = Background()
         binding = Binding(self.chunks, memory, released_class)
         depth = plan.settings.prefetch_depth(plan.world_size)
-        self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer, depth)
+        rules = PayloadRules(self.chunks, communicator.position.events, depth)
+        rules.follow(placement, demand)
+        self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer, rules)
         # The numbers of slots are set here. Their memory is taken at the first use, see `Payloads.take_room`.
         memory.slots.open(demand.slot_bytes, placement.num_slots)
         # ZeRO divides gradients over ranks from stage 2 on.
@@ -194,7 +197,7 @@ class ChunkManager:
     @property
     def is_in_use(self) -> bool:
         """A payload is in use now, as in the body of GatheredParameters: nothing may move. Local."""
-        return any(chunk.pins for chunk in self.chunks)
+        return any(self.params.rules.pins)
 
     @property
     def _states(self) -> StateStore | None:

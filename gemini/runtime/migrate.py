@@ -218,6 +218,7 @@ class Migration:
         # What was derived from the old homes is derived from the new ones.
         self._grads.homes.reset_lending()
         self._grads.reset_order()
+        self._params.rules.follow(self._placement, self._demand)
         step.payloads.note_placement()
         step.payloads.miss_room()
         # Which touches are recorded depends on what is at home on the device, so old traces would predict other passes.

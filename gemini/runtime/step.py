@@ -23,7 +23,7 @@ from gemini.runtime.calls import Call, Operator, Underway, backward_runs, other_
 from gemini.runtime.chunk import Chunk, ManagedParameter, ParamState
 from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.grads import GradStore
-from gemini.runtime.params import ParamStore, make_plain, mark_staying
+from gemini.runtime.params import ParamStore, make_plain
 from gemini.runtime.recorder import Recorder
 from gemini.runtime.recovery import Failures
 
@@ -203,7 +203,7 @@ class Reductions:
         if not updates.takes(chunk):
             return False
         # Others are to be added to a gradient at rest. A chunk in use must keep its weights.
-        if gradient.is_reduced or gradient.is_behind or chunk.pins or self._params.is_coming(chunk):
+        if gradient.is_reduced or gradient.is_behind or self._params.rules.is_in_use(chunk.index):
             return False
         # Weights whose gradients have not come may still be needed. What gets no gradient may have a zero to move by.
         if gradient.is_alone:
@@ -236,6 +236,7 @@ class Payloads:
     def __init__(self, chunks: Sequence[Chunk], params: ParamStore, grads: GradStore, reductions: Reductions) -> None:
         self.chunks = list(chunks)
         self.params = params
+        self._rules = params.rules
         self.grads = grads
         self._reductions = reductions
         self.is_alone = params.communicator.world_size == 1
@@ -246,7 +247,7 @@ class Payloads:
     def note_placement(self) -> None:
         """Chunks have new homes: find out which payloads never leave."""
         self.params.note_placement()
-        self.is_resident = self._never_leave = mark_staying(self.chunks)  # between forward and update
+        self.is_resident = self._never_leave = self._rules.is_resident  # between forward and update
         # Where no payload leaves, backward launches no gathers. Fetches are then no points that ranks share for
         # reductions.
         self.grads.accumulation.note_placement(self.is_resident)
@@ -295,7 +296,7 @@ class Payloads:
             # Its update may still be under way.
             return ready(chunk.homes[Kind.PARAM])
         # The touch is recorded first: gradients whose point of reduction it is are due before the fetch.
-        self.params.next_use.touch(chunk.index)
+        self._rules.touch(chunk.index)
         if self.grads.in_backward:
             self._reductions.before_touch()
             # `before_touch` may just have reduced this chunk's gradient into its parameter home.
@@ -305,7 +306,11 @@ class Payloads:
         # took room.
         if not self.has_room:
             self.take_room()
-        return self.params.fetch(chunk)
+        if chunk.payload is None:
+            with untracked():
+                self._rules.fetch(chunk.index, self.params)
+        assert chunk.payload is not None
+        return chunk.payload
 
     def note_use(self, chunk: Chunk) -> None:
         """Note the use of a chunk that never leaves: one rank traces it, as it does the chunks that leave. Local.
@@ -318,20 +323,27 @@ class Payloads:
     def open_own_part(self, chunk: Chunk) -> Region:
         """The payload, (numel,) on the device, with only the part that this rank has just updated. Local."""
         self.take_room()
-        return self.params.open_own_part(chunk)
+        with untracked():
+            self._rules.open_own_part(chunk.index, self.params)
+        return chunk.region()
 
     def fetch_ahead(self) -> None:
         """Start to fetch what will be used next, as far as slots are free before it is used.
 
         Collective where parameters are sharded.
         """
-        if not self.params.ahead.most:
+        if not self._rules.max_prefetch:
             return
-        for chunk, slot in self.params.slots_ahead():
+        coming = self._rules.to_gather(self.params)
+        with untracked():
+            index = next(coming, None)
+        while index is not None:
             # As in `fetch`: the other ranks would gather the gradient in place of the weights.
-            if chunk.state is ParamState.HOLDS_GRAD:
-                self.restore_parameters(chunk)
-            self.params.fetch_ahead(chunk, slot)
+            if self.chunks[index].state is ParamState.HOLDS_GRAD:
+                self.restore_parameters(self.chunks[index])
+            with untracked():
+                self._rules.gather_ahead(index, self.params)
+                index = next(coming, None)
 
     def restore_parameters(self, chunk: Chunk) -> None:
         """Move a gradient out of the home of parameters that are needed before the step. Local."""
@@ -530,7 +542,7 @@ class Step:
         self.grads = grads
         self.communicator = communicator
         self.position = communicator.position
-        self._underway = Underway(self.chunks, params.victims)
+        self._underway = Underway(params.rules)
         self.calls = self._underway.calls
         self.failures = Failures(self._underway, params, grads, communicator)
         self.reductions = Reductions(params, grads, self._underway, self.failures)
@@ -642,7 +654,7 @@ class Step:
         for chunk in operator.chunks:
             # Fetched and pinned one by one: a chunk that is here must not be evicted for the operator's next one.
             self.payloads.fetch(chunk)
-            chunk.pin()
+            self.params.rules.pin(chunk.index)
             pinned.append(chunk)
             if not chunk.plain:
                 self.binding.bind(chunk)
@@ -691,7 +703,7 @@ class Step:
             # In the order of chunks, whatever the order of arguments: fetches are collectives.
             for chunk in [self.chunks[index] for index in sorted({each.chunk.index for each in touched})]:
                 self.payloads.fetch(chunk)
-                chunk.pin()
+                self.params.rules.pin(chunk.index)
                 touch.note_pin(chunk)
                 if not chunk.plain and not (alone and self.binding.shows_payload(chunk)):
                     self.binding.bind(chunk)

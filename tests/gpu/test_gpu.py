@@ -57,19 +57,19 @@ def test_a_backward_that_updates_gives_the_plain_loops_bits(subject: Subject, pl
 def test_evicted_memory_that_reads_as_nan_changes_nothing(
     subject: Subject, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = PayloadSlots.release
+    vacate = PayloadSlots.vacate
     num_poisoned = 0
 
     def poisoning(self: PayloadSlots, chunk: Chunk, successor: Chunk | None = None) -> bool:
         nonlocal num_poisoned
         slot = chunk.slot
-        free = release(self, chunk, successor)
+        free = vacate(self, chunk, successor)
         if free and slot is not None and slot.region is not None:
             slot.region.flat.fill_(0xFF)
             num_poisoned += 1
         return free
 
-    monkeypatch.setattr(PayloadSlots, "release", poisoning)
+    monkeypatch.setattr(PayloadSlots, "vacate", poisoning)
     outcome, _ = loops.train_sharded(subject, device, dtype, "smallest")
     assert_same_bits(outcome, plain(subject, device, dtype, 4))
     assert num_poisoned > 0

@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "pins of a node are never lifted",
         "Underway._lift",
-        "self._victims.unpin(self._nodes.pop(inner)[1])",
+        "self._rules.unpin([chunk.index for chunk in self._nodes.pop(inner)[1]])",
         "self._nodes.pop(inner)",
         f"{ONE_RANK}[gpt2]",
     ),
@@ -119,9 +119,9 @@ MUTANTS = [
     ),
     Mutant(
         "as many payloads are gathered ahead as slots allow",
-        "Ahead.is_full",
-        "return len(self._by_chunk) >= self.most",
-        "return not self.most",
+        "PayloadRules.to_gather",
+        "len(self.ahead) >= self.max_prefetch",
+        "not self.max_prefetch",
         "tests/features/test_max_prefetch.py::test_as_many_payloads_are_on_their_way_as_the_user_allows",
     ),
     Mutant(
@@ -261,14 +261,14 @@ MUTANTS = [
     ),
     Mutant(
         "an update brings all of a whole weight to the device, and not this rank's part",
-        "ParamStore._depart",
+        "ParamStore.depart",
         "self._start_own_part if only_own else self._start_gather",
         "self._start_gather",
         "tests/features/test_plan_is_the_run.py::test_every_byte_of_a_step_is_predicted",
     ),
     Mutant(
         "every victim is looked for among all slots",
-        "EvictionQueue.first",
+        "_Slots.first",
         "self._epoch != next_use.epoch",
         "True",
         "tests/test_many_parameters.py::test_a_fetch_among_twice_the_slots_looks_at_no_more_of_them",

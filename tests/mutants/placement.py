@@ -104,13 +104,6 @@ MUTANTS = [
         "tests/pure/test_optimal_traffic.py::test_chunks_of_one_size_move_no_byte_more_than_they_must",
     ),
     Mutant(
-        "a prediction gathers one payload ahead, however many the run may",
-        "SimulatedPayloads.to_gather",
-        "if len(self._ahead) >= self.max_prefetch:\n    return",
-        "if self._ahead:\n    return",
-        "tests/features/test_plan_is_the_run.py::test_every_byte_of_a_step_is_predicted",
-    ),
-    Mutant(
         "a prediction has backward read frozen weights at the front",
         "PassSchedule.expected",
         "if index > first_trained:",
