@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini.errors import GeminiError, UnsupportedError
+from gemini.placement.gradient_rules import GradState
 from gemini.runtime.binding import shares_memory
 from gemini.runtime.chunk import ManagedParameter, placeholder, unguarded
-from gemini.runtime.gradient import GradState, grad_of, set_grad_of
+from gemini.runtime.gradient import grad_of, set_grad_of
 
 if TYPE_CHECKING:
     from gemini.access.link import Link

@@ -433,9 +433,9 @@ class ChunkUpdates:
         state.store_updates(update.runs, self._params)
         if update.weights is not None:
             # The gradient is used up: a home that was lent to it takes the new weights in `close`.
-            homes.consumed(state.chunk)
+            homes.consumed(state.chunk.index)
         # If this rank had nothing to update, the chunk's home may still hold the gradient.
-        homes.restore(state.chunk)
+        homes.restore(state.chunk.index)
         self._params.after_update(state.chunk)
 
 

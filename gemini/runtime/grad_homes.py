@@ -14,9 +14,17 @@ from gemini.memory.slot import SharedStorage, Slot
 from gemini.memory.transfer import Region, ready, wait_on_host, wait_on_stream, wait_on_tier
 from gemini.observe import Observer, OpenMove
 from gemini.placement.demand import Kind, Tier, update_tier
-from gemini.placement.gradient_rules import LendingHistory, first_to_spill, lies_beside_gradient
+from gemini.placement.gradient_rules import (
+    Content,
+    GradState,
+    HomeRules,
+    PayloadNow,
+    ReducedState,
+    UnsyncedState,
+    first_to_spill,
+)
 from gemini.runtime.chunk import Chunk, ParamState
-from gemini.runtime.gradient import ChunkGradient, Content, GradState, ReducedState, UnsyncedState
+from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.params import ParamStore
 from optim import round_master_
 
@@ -61,7 +69,8 @@ class MicroBatches:
 # A chunk's gradient is *open* from its first to its last local gradient. Then it is reduced and merged into its home.
 # An open payload that must make room is spilled to the host unreduced, by this rank alone, and comes back when it is
 # needed. Where this rank holds the whole gradient on the device anyway, gradients are written to the home directly. A
-# gradient without a home of its own rests in its chunk's parameter home, see grad_homes.py.
+# gradient without a home of its own rests in its chunk's parameter home, see
+# [Note: Lent homes] in placement/gradient_rules.py.
 
 
 class GradMemory:
@@ -145,9 +154,9 @@ class GradMemory:
             payload.flat.zero_()
             content = Content.ZERO
         if slot is None:
-            gradient.become(GradState.AT_HOME, content=content)
+            gradient.become(GradState.AT_HOME, content)
             return
-        gradient.become(GradState.IN_SLOT, slot, content)
+        gradient.become(GradState.IN_SLOT, content, slot)
         self._num_open += 1
         self.peak_open = max(self.peak_open, self._num_open)
 
@@ -218,7 +227,7 @@ class GradMemory:
         with self.observer.moving("spill", index, *ends, spilled.nbytes, why):
             self.memory.transfer.copy(spilled, victim.payload)
         slot = victim.slot
-        victim.become(GradState.SPILLED, spilled)
+        victim.become(GradState.SPILLED, held=spilled)
         self.pools[victim.chunk.oversize].vacate(slot)
         return slot
 
@@ -230,7 +239,7 @@ class GradMemory:
         index, ends = gradient.chunk.index, (Tier.HOST, "gradient slot")
         with self.observer.moving("unspill", index, *ends, spilled.nbytes, "gradients of it, or its reduction"):
             self.memory.transfer.copy(payload, spilled)
-        gradient.become(GradState.IN_SLOT, slot)
+        gradient.become(GradState.IN_SLOT, held=slot)
         # Freeing makes the host wait for the copy. The memory could otherwise be given to another spill that overwrites
         # it.
         self.memory.free(spilled, "spilled gradients")
@@ -262,44 +271,30 @@ def _zero_unwritten(gradient: ChunkGradient, are_left: bool = False) -> None:
             view.zero_()
 
 
-# -- Reduced gradients at rest: takes memory for them, and adds what later backwards of the step reduce.
-#
-# A reduced gradient rests in a home of its own, in its chunk's parameter home (`reuse_fp16_shard`), or in fp32 beside
-# its home once several micro-batches were added to a 16-bit gradient.
-#
-# [Note: Lent homes] Once a 16-bit chunk's gradient is reduced, its parameters are not needed before the step, which
-# makes them again from the fp32 master. Until then the home is *lent* to the gradient. If the parameters are needed
-# earlier, the home is taken back: the gradient moves to memory of its own, which it keeps for later steps, and the
-# parameters are rounded from the master again, to the same bits. Only the part of the home that this rank updates is
-# lent, so lending is local: no collective.
-#
-# [Note: Lent payloads] A home that is a payload is lent only while the chunk is released and no view of it is alive. A
-# resident chunk is released for that by this rank alone, as its fetches launch nothing. Releasing a kept slot decides
-# whether the next fetch is a collective, so all ranks must decide alike. They do so at the start of the reduction,
-# which all ranks share, and from shared history only: was the chunk gathered again after its reduction in an earlier
-# step? Where this rank's gradient rests must not matter.
+# -- Reduced gradients at rest: the memory of what `HomeRules` decides, and the sums in it.
 
 
-class GradHomes:
+class GradHomes(HomeRules):
     """The reduced gradients of all trainable chunks of one model. All of it is local."""
 
     def __init__(self, gradients: dict[int, ChunkGradient], params: ParamStore, pins: bool) -> None:
         """gradients: by chunk index. The dict has other chunks once others are trained. pins: see `HostSums`."""
+        super().__init__(gradients)
         self._gradients = gradients
+        self._chunks = params.chunks
         self._params = params
         self._memory = params.memory
         self.transfer = params.memory.transfer
         self.sums = HostSums(self.transfer, pins)
-        self._lendable: list[Chunk] = []
         self._resident: dict[int, SharedStorage] = {}  # by chunk index
-        self._lending = LendingHistory()
         self._has_warned = False
         self.reset_lending()
 
     def reset_lending(self) -> None:
         """Other chunks are trained from now on, or homes have moved. No home is lent at this moment."""
-        self._lendable = [each.chunk for each in self._gradients.values() if each.chunk.lends_home]
-        resident = {chunk.index: chunk for chunk in self._lendable if chunk.payload is not None}
+        self.note_lendable()
+        lendable = (self._chunks[index] for index in self._lendable)
+        resident = {chunk.index: chunk for chunk in lendable if chunk.payload is not None}
         self._resident = {index: was for index, was in self._resident.items() if index in resident}
         for index, chunk in resident.items():
             payload = chunk.payload
@@ -316,30 +311,10 @@ class GradHomes:
 
         Returns whether it lies on the host now, or is on its way there, and nothing was added.
         """
-        is_first = self.begin(gradient, backward)
+        is_first = self.begin(gradient.index, backward)
         target, replaces = gradient.reduced(), is_first or gradient.content is Content.SUM
         self.put(target, reduced, replaces)
         return replaces and target.tier is Tier.HOST
-
-    def begin(self, gradient: ChunkGradient, backward: int, is_sum: bool = False) -> bool:
-        """Make memory ready for what backward number `backward` reduces. True if it is the first of the step.
-
-        is_sum: it is a sum of several backwards already, and rests in fp32 from the start.
-        """
-        is_first = not gradient.is_reduced
-        # Pieces of one backward are added in the gradient's own dtype, as by autograd. Those of another backward are
-        # added in fp32, if the chunk widens.
-        if is_sum or not (is_first or gradient.first_backward == backward):
-            self.widen(gradient, backward)
-        # The sum has left the home: a home that was lent to the first micro-batch gets its parameters back.
-        if gradient.reduced_state is ReducedState.WIDE:
-            self.restore(gradient.chunk)
-        elif is_first:
-            # For any other reduction this was done when it was launched.
-            if is_sum:
-                self.before_reduction(gradient.chunk)
-            self._make_room(gradient, backward)
-        return is_first
 
     def put(self, target: Region, reduced: Region, replaces: bool) -> None:
         """Set a part of the reduced gradient if `replaces`, else add to it."""
@@ -360,26 +335,11 @@ class GradHomes:
         if gradient.is_reduced or gradient.is_used:
             return
         with untracked():
-            self.before_reduction(gradient.chunk)
-            self._make_room(gradient, backward)
+            self.before_reduction(gradient.index)
+            self.make_room(gradient.index, backward)
             # To zeros of the user's a gradient is added as in plain PyTorch, and not as to blank memory.
             gradient.detach_home()
             ready(gradient.reduced()).zero_()
-
-    def widen(self, gradient: ChunkGradient, backward: int) -> None:
-        """Continue a 16-bit gradient in fp32, from the second micro-batch on. The memory is kept for later steps.
-
-        backward: the number of the backward that is added, or that is the first of this step and comes in fp32.
-        """
-        if gradient.reduced_state is ReducedState.WIDE or not gradient.chunk.widens:
-            return
-        if gradient.wide is None:
-            gradient.wide = self._allocate(gradient, torch.float32)
-        is_first, shard = not gradient.is_reduced, gradient.shard
-        gradient.become_reduced(ReducedState.WIDE, backward)
-        if not is_first:
-            # The sum so far moves to fp32; `shard` is undefined from here on.
-            self.transfer.copy(gradient.reduced(), shard)
 
     def bring_back(self, gradient: ChunkGradient, content: Region) -> None:
         """Give a chunk whose memory is new the gradient that earlier backwards have left. Raises BudgetError.
@@ -389,30 +349,35 @@ class GradHomes:
         if content.dtype is not gradient.chunk.gradient_dtype:
             # No backward has the number 0. So whatever comes next counts as another micro-batch, and not as a piece of
             # this one.
-            self.widen(gradient, 0)
+            self.widen(gradient.index, 0)
         else:
             # A parameter home is not lent to it: a forward may come next.
             if gradient.home is None:
-                self._take_home(gradient)
+                self._take_home(gradient.index)
             gradient.become_reduced(ReducedState.IN_SHARD)
         self.transfer.copy(gradient.reduced(), content)
         wait_on_host(content)  # which is temporary
 
-    def _make_room(self, gradient: ChunkGradient, backward: int) -> None:
-        """Before a step's first reduced gradient is written: lend it the parameter home, or take one for it."""
-        chunk = gradient.chunk
-        if gradient.home is None and not chunk.holds_grad:
-            # Parameters that are in a slot of the pool may be used there beside the gradient; without a slot only the
-            # master is left.
-            if chunk.lends_home and self._can_lend_now(chunk):
-                chunk.become(ParamState.HOLDS_GRAD if chunk.slot is None else ParamState.GATHERED_BESIDE_GRAD)
-            else:
-                self._take_home(gradient)
-        gradient.become_reduced(ReducedState.IN_SHARD, backward)
+    def move_out(self, chunk: int) -> None:
+        """See `HomeRules`."""
+        if self._params.in_step and torch.is_grad_enabled() and not self._has_warned:
+            self._has_warned = True
+            warn_at_script(
+                "reuse_fp16_shard=True: parameters are used again between backward and step, as when micro-batches "
+                "are added up. From now on their gradients have memory of their own, 2 bytes a parameter",
+            )
+        with untracked():
+            super().move_out(chunk)
 
-    def _take_home(self, gradient: ChunkGradient) -> None:
-        """Take a home for a gradient that has none, for good. Raises BudgetError."""
-        gradient.home = gradient.own_shard = self._allocate(gradient, gradient.chunk.gradient_dtype)
+    # -- memory
+
+    def _take_home(self, chunk: int) -> None:
+        gradient = self._gradients[chunk]
+        gradient.take_home(self._allocate(gradient, gradient.chunk.gradient_dtype))
+
+    def _take_wide(self, chunk: int) -> None:
+        gradient = self._gradients[chunk]
+        gradient.wide = self._allocate(gradient, torch.float32)
 
     def _allocate(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
         """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full.
@@ -428,62 +393,60 @@ class GradHomes:
             self._memory.note_evaded(refused)
             return self._memory.allocate(Tier.HOST, numel, dtype, Kind.GRAD)
 
+    def _move_to_wide(self, chunk: int) -> None:
+        gradient = self._gradients[chunk]
+        # `shard` is undefined from here on.
+        self.transfer.copy(gradient.reduced(), gradient.shard)
+
+    def _copy_out(self, chunk: int) -> None:
+        gradient = self._gradients[chunk]
+        self.transfer.copy(gradient.shard, gradient.chunk.lendable())
+
     # -- lending, see [Note: Lent homes]
 
-    def before_reduction(self, chunk: Chunk) -> None:
-        """Leave a kept slot that may be lent. See [Note: Lent payloads]. Every rank calls it at the same point."""
-        if not chunk.lends_home or chunk.own_slot is None:
-            return
-        is_in_use = bool(chunk.pins) or self._params.is_coming(chunk)
-        is_gathered = chunk.state is ParamState.GATHERED
-        if self._lending.releases(chunk.index, chunk.num_gathers, is_in_use=is_in_use, is_gathered=is_gathered):
-            self._params.slots.release(chunk)
+    def is_lent(self, chunk: int) -> bool:
+        """See `HomeRules`."""
+        there = self._chunks[chunk]
+        return there.may_lend_home and there.holds_grad
 
-    def _can_lend_now(self, chunk: Chunk) -> bool:
-        # The prefetch in flight sends this home to the other ranks.
-        if self._params.is_coming(chunk):
-            return False
-        if chunk.state is ParamState.RESIDENT:
-            return self._release_resident(chunk)
-        is_gathered = chunk.state is not ParamState.RELEASED
-        return lies_beside_gradient(has_own_slot=chunk.own_slot is not None, is_gathered=is_gathered)
+    def _lends_home(self, chunk: int) -> bool:
+        there = self._chunks[chunk]
+        return there.may_lend_home and there.lends_home
 
-    def _release_resident(self, chunk: Chunk) -> bool:
-        """Release a resident chunk. False if something uses it or holds a view of it."""
-        if chunk.pins:
-            return False
-        binding = self._params.binding
-        binding.write_back(chunk)
-        binding.unbind(chunk)
+    def _payload_of(self, chunk: int) -> PayloadNow:
+        there = self._chunks[chunk]
+        return PayloadNow(
+            is_pinned=bool(there.pins),
+            is_coming=self._params.is_coming(there),
+            is_gathered=there.state is ParamState.GATHERED,
+            is_resident=there.state is ParamState.RESIDENT,
+            has_own_slot=there.own_slot is not None,
+            num_gathers=there.num_gathers,
+        )
+
+    def _release_slot(self, chunk: int) -> None:
+        self._params.slots.release(self._chunks[chunk])
+
+    def _release_resident(self, chunk: int) -> bool:
+        resident, binding = self._chunks[chunk], self._params.binding
+        binding.write_back(resident)
+        binding.unbind(resident)
         # Bound parameters would count as holders: they are unbound before.
-        if not self._params.slots.nobody_holds(self._resident[chunk.index]):
+        if not self._params.slots.nobody_holds(self._resident[chunk]):
             return False
         # As at any release: see [Note: Version bump].
-        chunk.bump_versions()
+        resident.bump_versions()
         return True
 
-    def move_out(self, chunk: Chunk) -> None:
-        """The parameters are needed before the step: move the gradient out of their home and restore them there."""
-        if self._params.in_step and torch.is_grad_enabled() and not self._has_warned:
-            self._has_warned = True
-            warn_at_script(
-                "reuse_fp16_shard=True: parameters are used again between backward and step, as when micro-batches "
-                "are added up. From now on their gradients have memory of their own, 2 bytes a parameter",
-            )
-        # The new home is taken first: without memory for it the home stays lent.
-        gradient = self._gradients[chunk.index]
-        with untracked():
-            # `shard` is the lent part here, and the new home after `_take_home`.
-            lent = gradient.shard
-            self._take_home(gradient)
-            self.transfer.copy(gradient.shard, lent)
-            self.restore(chunk)
+    def _lend(self, chunk: int) -> None:
+        lender = self._chunks[chunk]
+        # Parameters that are in a slot of the pool may be used there beside the gradient; without a slot only the
+        # master is left.
+        lender.become(ParamState.HOLDS_GRAD if lender.slot is None else ParamState.GATHERED_BESIDE_GRAD)
 
-    def restore(self, chunk: Chunk) -> None:
-        """Make the parameters again from the master in a home that no longer holds the gradient."""
-        if not chunk.holds_grad:
-            return
-        home, master, part = chunk.homes[Kind.PARAM], chunk.homes[Kind.MASTER], chunk.lendable()
+    def _remake(self, chunk: int) -> None:
+        borrowed = self._chunks[chunk]
+        home, master, part = borrowed.homes[Kind.PARAM], borrowed.homes[Kind.MASTER], borrowed.lendable()
         with untracked():
             # Round where both lie, else on the host: then only the rounded weights travel to the device.
             if home.tier is master.tier:
@@ -493,31 +456,19 @@ class GradHomes:
                 self.transfer.copy(whole, master)
                 round_master_(ready(part), ready(whole))
             else:
-                rounded = Region(Tier.HOST, torch.empty(part.numel, dtype=chunk.dtype, device="cpu"))
+                rounded = Region(Tier.HOST, torch.empty(part.numel, dtype=borrowed.dtype, device="cpu"))
                 round_master_(rounded.flat, ready(master))
                 self.transfer.copy(part, rounded)
                 wait_on_host(rounded)  # which is temporary
             wait_on_tier(part)
-        self.consumed(chunk)
 
-    def consumed(self, chunk: Chunk) -> None:
-        """Mark the home as the parameters' again. Their values are in it, or about to be written."""
-        if not chunk.holds_grad:
+    def consumed(self, chunk: int) -> None:
+        """See `HomeRules`."""
+        lender = self._chunks[chunk]
+        if not lender.holds_grad:
             return
         # The payload in the slot still has the weights: an update would have released it before.
-        if chunk.slot is not None:
-            chunk.become(ParamState.GATHERED)
+        if lender.slot is not None:
+            lender.become(ParamState.GATHERED)
         else:
-            chunk.become(ParamState.RESIDENT if chunk.index in self._resident else ParamState.RELEASED)
-
-    def end_step(self) -> None:
-        """A step ends: what is reduced from now on belongs to the next one."""
-        for chunk in self._lendable:
-            self._lending.note(chunk.index, chunk.num_gathers)
-        self._lending.end_step()
-
-    def reset(self) -> None:
-        """Forget the history of lent slots after a failed step, of which ranks may have seen more or less."""
-        # Ranks that failed at different points would release different kept slots, and gather other chunks from then
-        # on.
-        self._lending.reset_history()
+            lender.become(ParamState.RESIDENT if chunk in self._resident else ParamState.RELEASED)

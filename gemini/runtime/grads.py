@@ -14,6 +14,7 @@ from gemini.memory.memory import RankMemory
 from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked
 from gemini.memory.transfer import Region, Scratch, ready, wait_on_host
 from gemini.placement.demand import Demand, Kind, Placement, Tier
+from gemini.placement.gradient_rules import UnsyncedState
 from gemini.placement.next_use import NextUse
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.arrivals import Arrivals
@@ -21,7 +22,7 @@ from gemini.runtime.binding import master_from_weights
 from gemini.runtime.calls import backward_runs
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.grad_homes import GradHomes, GradMemory
-from gemini.runtime.gradient import BLANK, ChunkGradient, UnsyncedState, set_grads
+from gemini.runtime.gradient import BLANK, ChunkGradient, set_grads
 from gemini.runtime.reduce import AccumulateAndReduce, AccumulateInPlace, Accumulation
 from optim import HALF_DTYPES
 
@@ -191,7 +192,7 @@ class Leftovers:
             if not keeps(gradient, stays):
                 self._memory.discard(gradient)
                 gradient.note_leftovers(*after)
-                self._homes.restore(gradient.chunk)
+                self._homes.restore(gradient.index)
                 continue
             pairs = zip(gradient.chunk.parameters, stays, strict=True)
             self.clear(gradient, [managed for managed, does in pairs if not does])
@@ -252,14 +253,14 @@ class Leftovers:
         for index, stays in stay.items():
             gradient = self._memory.gradients.get(index)
             if gradient is not None and gradient.chunk.holds_grad and keeps(gradient, stays):
-                self._homes.move_out(gradient.chunk)
+                self._homes.move_out(gradient.index)
 
     def rescale(self, factor: float) -> None:
         """Adapt gradients that have stayed to a loss scale that is `factor` times as large now."""
         for gradient in self._memory.gradients.values():
             if gradient.is_reduced:
                 # 16 bits may not hold the larger values.
-                self._homes.widen(gradient, gradient.first_backward)
+                self._homes.widen(gradient.index, gradient.first_backward)
         self.multiply(factor, {})
 
     def multiply(self, factor: float, but: Mapping[int, Sequence[bool]]) -> None:
@@ -332,7 +333,7 @@ class LeftGradients:
             if gradient.is_reduced:
                 # The copy comes first: `restore` writes the parameters over a gradient that lies in their home.
                 self._reduced[index] = _copy(gradient.reduced())
-                self._homes.restore(gradient.chunk)  # it may lie in a parameter home, which is about to move
+                self._homes.restore(gradient.index)  # it may lie in a parameter home, which is about to move
             if gradient.is_behind:
                 held = gradient.unsynced if gradient.unsynced_state is UnsyncedState.HELD else None
                 self._unsynced[index] = None if held is None else _copy(held)

@@ -173,7 +173,7 @@ class ChunkManager:
                     self._carry_out(before, self._migration(before, plan, left), is_way_back=True)
                     # Moving back made new `ChunkGradient`s: give them what the old ones knew.
                     for index, gradient in known.items():
-                        self.grads.of(self.chunks[index]).take_over(gradient)
+                        self.grads.of(self.chunks[index]).replace(gradient)
                     return error
                 # Tags have the new hash from here on, and not before: all that ranks have agreed on so far belongs to
                 # the old plan.

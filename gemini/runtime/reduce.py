@@ -18,12 +18,13 @@ from gemini.memory.memory import HostSums
 from gemini.memory.transfer import Region, Scratch, Transfer, ready, wait_on_host, wait_on_stream
 from gemini.observe import OpenMove
 from gemini.placement.demand import Tier
+from gemini.placement.gradient_rules import GradState, UnsyncedState
 from gemini.placement.needs import largest_tile
 from gemini.placement.next_use import NextUse, PassKind, Phase, ReductionOrder, Touch
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.chunk import Chunk
 from gemini.runtime.grad_homes import GradHomes, GradMemory
-from gemini.runtime.gradient import ChunkGradient, GradState, UnsyncedState
+from gemini.runtime.gradient import ChunkGradient
 from gemini.settings import dtype_of
 from sharding import Piece, ShardLayout, Unit, pieces_within
 
@@ -274,7 +275,7 @@ class Completion:
         self._changed.clear()
         news = array("q")
         for index in suspects:
-            is_complete = _is_complete(gradients[index])
+            is_complete = gradients[index].is_complete
             # A suspect whose state this rank has told already is no news.
             if is_complete == (index in self._told):
                 continue
@@ -284,10 +285,6 @@ class Completion:
             else:
                 del self._told[index]
         return news
-
-
-def _is_complete(gradient: ChunkGradient) -> bool:
-    return gradient.is_open and gradient.num_fired == gradient.expected
 
 
 # -- Reduces a gradient over ranks tile by tile, where scratch has no room for the whole exchange.
@@ -395,7 +392,7 @@ def reduce_unsynced(
 ) -> None:
     """Reduce the chunk's sums over ranks and merge the mean, tile by tile. Collective."""
     chunk = gradient.chunk
-    is_first = homes.begin(gradient, backward, is_sum=True)
+    is_first = homes.begin(gradient.index, backward, is_sum=True)
     total = gradient.reduced()
     reduce_in_tiles(
         chunk,
@@ -522,7 +519,7 @@ class AccumulateAndReduce(Accumulation):
         position.set(0, Phase.BACKWARD)
         while self._next_in_order < len(order):
             gradient = self._memory.gradients[order[self._next_in_order]]
-            if not gradient.is_open or gradient.num_fired != gradient.expected:
+            if not gradient.is_complete:
                 break
             yield gradient
             self._next_in_order += 1
@@ -575,10 +572,10 @@ class AccumulateAndReduce(Accumulation):
         chunk, whole = gradient.chunk, gradient.payload
         assert whole is not None
         with self._memory.moving(gradient, self._communicator.position.here, blocks=1):
-            self._homes.before_reduction(chunk)
+            self._homes.before_reduction(chunk.index)
             self._memory.begin_reduction(gradient)
             # Where gradients are written to the home, the mean of a tile replaces elements that were sent before.
-            is_first = self._homes.begin(gradient, backward)
+            is_first = self._homes.begin(gradient.index, backward)
             reduce_in_tiles(
                 chunk,
                 gradient.reduced(),
@@ -597,7 +594,7 @@ class AccumulateAndReduce(Accumulation):
         chunk, whole, scratch = gradient.chunk, gradient.payload, self._scratch
         assert whole is not None
         payload = whole.flat
-        self._homes.before_reduction(chunk)
+        self._homes.before_reduction(chunk.index)
         rests_as_is = chunk.gradient_dtype is chunk.dtype
         # At stage 0 the mean is gathered whole in the dtype in which it rests, which is not that of the payload here.
         if self._stage == 0 and not rests_as_is:

@@ -448,7 +448,7 @@ class Payloads:
 
     def restore_parameters(self, chunk: Chunk) -> None:
         """Move a gradient out of the home of parameters that are needed before the step. Local."""
-        self.grads.homes.move_out(chunk)
+        self.grads.homes.move_out(chunk.index)
 
 
 # -- A backward from the side of its nodes: they fetch what they read, and gradients leave them for their chunks.

@@ -294,7 +294,7 @@ MUTANTS = [
     Mutant(
         "zeros of zero_grad are forgotten when memory moves",
         "Migration.carry_out",
-        "self._grads.of(chunk).take_over(before[chunk.index])",
+        "self._grads.of(chunk).replace(before[chunk.index])",
         "pass",
         "tests/features/test_offload_states.py::test_zeros_of_zero_grad_are_there_after_states_were_offloaded[1rank]",
     ),
