@@ -17,13 +17,6 @@ MAX_WAITING = 2
 """Fine chunks whose gradients may wait in `.grad`, beyond the gradient slots."""
 
 
-def first_to_spill(open_gradients: Iterable[tuple[bool, int]]) -> int:
-    """The chunk whose gradient leaves its slot. open_gradients: (has all that it expects, chunk index) of each."""
-    # Complete gradients only wait to be reduced, so they go first. Of incomplete ones the first chunk of the model
-    # goes: backward reaches it last.
-    return max(open_gradients, key=lambda each: (each[0], -each[1]))[1]
-
-
 @dataclass(frozen=True)
 class SumRule:
     """How the gradients of one chunk are added up within a step, so that the bits are autograd's.
@@ -407,6 +400,93 @@ class Gradient:
     def note_part(self) -> None:
         """Some rank has had gradients of a part of the chunk only. Every rank calls it at the same point."""
         self.came_in_part = True
+
+
+# -- Open gradients: a gradient is *open* from its first to its last local gradient. Then it is reduced and merged.
+#
+# Where this rank holds the whole gradient on the device anyway, gradients are written to the home directly. Else they
+# come into a gradient slot. An open payload that must make room is spilled to the host unreduced, by this rank alone,
+# and comes back when it is needed.
+
+
+class SlotRules(ABC):
+    """The open gradients of all trainable chunks of one model, by chunk index. All of it is local."""
+
+    def __init__(self, books: Mapping[int, Gradient]) -> None:
+        """books: of all trainable chunks. The dict has other chunks once others are trained."""
+        self._books = books
+
+    def lacks_slot(self, chunk: int) -> bool:
+        """Whether the gradient can only be opened in a slot, and none is free."""
+        gradient = self._books[chunk]
+        if gradient.state is GradState.CLOSED and gradient.may_write_home:
+            return False
+        return self._free_slot(gradient.oversize) is None
+
+    def open(self, chunk: int, backward: int, zero: bool = False) -> None:
+        """Make the payload writable: the home if it may be written, else a slot, filled from a spill if there is one.
+
+        backward: the number of the backward that opens it. zero: fill it with zeros, unless gradients stay in the home.
+        """
+        gradient = self._books[chunk]
+        state = gradient.state
+        if state is not GradState.CLOSED and state is not GradState.SPILLED:
+            return
+        if state is GradState.CLOSED and gradient.may_write_home:
+            self._open_at_home(chunk, zero)
+            return
+        slot = self._free_slot(gradient.oversize)
+        # None of those inside is being reduced, and could not be spilled then: a reduction that held the last slot was
+        # finished, see `GradientRules.make_way`.
+        if slot is None:
+            slot = self._spill(self._first_to_spill(gradient.oversize), chunk)
+        if state is GradState.SPILLED:
+            self._unspill(chunk, slot)
+        else:
+            # One rank continues the sum so far, in autograd's order of additions.
+            self._open_in_slot(chunk, slot, gradient.resumes(backward), zero)
+
+    def _first_to_spill(self, oversize: bool) -> int:
+        """The chunk whose gradient leaves its slot."""
+        # Complete gradients only wait to be reduced, so they go first. Of incomplete ones the first chunk of the model
+        # goes: backward reaches it last.
+        found, is_complete = -1, False
+        for chunk in self._inside(oversize):
+            gradient = self._books[chunk]
+            has_all = gradient.num_fired == gradient.expected
+            if found < 0 or (has_all, -chunk) > (is_complete, -found):
+                found, is_complete = chunk, has_all
+        return found
+
+    # -- what a run does and a simulation counts
+
+    @abstractmethod
+    def close(self, chunk: int) -> None:
+        """Free the payload's slot, or its spilled memory: the content is not needed any more."""
+
+    @abstractmethod
+    def _inside(self, oversize: bool) -> Iterable[int]:
+        """The chunks in slots of this size."""
+
+    @abstractmethod
+    def _free_slot(self, oversize: bool) -> object | None:
+        """A slot of this size that is free now; None without any."""
+
+    @abstractmethod
+    def _spill(self, victim: int, wanted: int) -> object:
+        """Move an open payload to the host, unreduced: `wanted` needs its slot, which is returned."""
+
+    @abstractmethod
+    def _unspill(self, chunk: int, slot: object) -> None:
+        """Bring a spilled payload back into a free slot."""
+
+    @abstractmethod
+    def _open_in_slot(self, chunk: int, slot: object, resumes: bool, zero: bool) -> None:
+        """Open a payload in a free slot. resumes: it begins as the reduced gradient."""
+
+    @abstractmethod
+    def _open_at_home(self, chunk: int, zero: bool) -> None:
+        """Open a payload in the gradient's home, which may be written to."""
 
 
 # -- Lending of parameter homes to gradients. See [Note: Lent homes] and [Note: Lent payloads].

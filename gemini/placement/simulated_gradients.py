@@ -6,7 +6,7 @@ the same order; bytes that a run moves or takes are counted here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,8 @@ from gemini.placement.gradient_rules import (
     HomeRules,
     PayloadNow,
     ReducedState,
+    SlotRules,
     SumRule,
-    first_to_spill,
 )
 from gemini.placement.needs import num_tiles
 from gemini.placement.next_use import ReductionOrder
@@ -190,6 +190,61 @@ class SimulatedHomes(HomeRules):
         return tier
 
 
+class SimulatedSlots(SlotRules):
+    """The open gradients, and the bytes that cross a link when they leave a slot and come back."""
+
+    def __init__(
+        self, plan: Plan, gradients: Mapping[int, SimulatedGradient], homes: SimulatedHomes, traffic: Traffic
+    ) -> None:
+        super().__init__(gradients)
+        self._facts = plan.packing.chunks
+        self._num_slots = plan.placement.num_gradient_slots
+        self._chunks_in: tuple[dict[int, None], dict[int, None]] = {}, {}  # by size
+        self._homes = homes
+        self._traffic = traffic
+
+    def close(self, chunk: int) -> None:
+        """See `SlotRules`."""
+        gradient = self._books[chunk]
+        self._chunks_in[gradient.oversize].pop(chunk, None)
+        gradient.become(GradState.CLOSED)
+
+    def _inside(self, oversize: bool) -> Iterable[int]:
+        return self._chunks_in[oversize]
+
+    def _free_slot(self, oversize: bool) -> object | None:
+        inside = self._chunks_in[oversize]
+        return inside if len(inside) < self._num_slots[oversize] else None
+
+    def _spill(self, victim: int, wanted: int) -> object:
+        gradient, num_bytes = self._books[victim], self._facts[victim].payload_bytes
+        self._traffic.copy(Tier.DEVICE, Tier.HOST, num_bytes, MoveReason.SPILL)
+        self._homes.hold(Tier.HOST, num_bytes)
+        gradient.become(GradState.SPILLED)
+        inside = self._chunks_in[gradient.oversize]
+        del inside[victim]
+        return inside
+
+    def _unspill(self, chunk: int, slot: object) -> None:
+        self._occupy(chunk)
+        self._traffic.copy(Tier.HOST, Tier.DEVICE, self._facts[chunk].payload_bytes, MoveReason.SPILL)
+        self._homes.hold(Tier.HOST, -self._facts[chunk].payload_bytes)
+
+    def _open_in_slot(self, chunk: int, slot: object, resumes: bool, zero: bool) -> None:
+        self._occupy(chunk)
+        if resumes:
+            tier, num_bytes = self._homes.tier_of(chunk), self._homes.num_bytes(chunk)
+            self._traffic.copy(tier, Tier.DEVICE, num_bytes, MoveReason.GRADIENT)
+
+    def _open_at_home(self, chunk: int, zero: bool) -> None:
+        self._books[chunk].become(GradState.AT_HOME)
+
+    def _occupy(self, chunk: int) -> None:
+        gradient = self._books[chunk]
+        self._chunks_in[gradient.oversize][chunk] = None
+        gradient.become(GradState.IN_SLOT)
+
+
 class Gradients:
     """The gradients of all trainable chunks of a plan, by index."""
 
@@ -210,7 +265,6 @@ class Gradients:
         self._stage = stage
         self._is_alone = plan.world_size == 1
         self._keeps_whole = stage <= 1 or self._is_alone
-        self._num_slots = plan.placement.num_gradient_slots
         self._scratch_bytes = plan.demand.scratch_bytes
         self._traffic = traffic
         self.of: dict[int, SimulatedGradient] = {}
@@ -233,6 +287,7 @@ class Gradients:
             gradient.note_memory(home, wide, has_whole=has_whole)
             self.of[index] = gradient
         self.homes = SimulatedHomes(plan, self.of, payloads, traffic)
+        self._slots = SimulatedSlots(plan, self.of, self.homes, traffic)
         self._payloads = payloads
         self._frees = [chunk.frees_gradient for chunk in plan.demand.chunks]
         self._knows_parts = not any(self._frees)  # which decides about updates inside the backward
@@ -240,7 +295,6 @@ class Gradients:
         # Fetches that are collectives give all ranks common points at which to reduce. Without them the order is all
         # they share.
         self._gathers_in_backward = stage == 3 and not self._is_alone and not payloads.is_resident
-        self._inside: tuple[dict[int, None], dict[int, None]] = {}, {}  # chunks in gradient slots, by size
         self._in_flight: int | None = None  # the chunk whose reduction was launched and not finished
         self._order = ReductionOrder[int](list(self.of))  # a touch is its number within a backward here
         self._touches: dict[int, int] = {}  # of the backward that was recorded last
@@ -304,7 +358,7 @@ class Gradients:
                 if gradient.state is GradState.AT_HOME:
                     if not gradient.is_reduced:
                         gradient.become_reduced(ReducedState.IN_SHARD, self._backward)
-                    self._close(chunk)
+                    self._slots.close(chunk)
                 elif gradient.is_open:
                     self._reduce(chunk)
                 self._expect_less(gradient)
@@ -359,9 +413,9 @@ class Gradients:
         if not gradient.is_open or gradient.state is GradState.SPILLED:
             # The reduction in flight occupies a slot. Finish it if this gradient needs that slot, or is that gradient.
             if not self._is_alone and self._in_flight is not None:
-                if gradient.state is GradState.REDUCING or self._lacks_slot(chunk):
+                if gradient.state is GradState.REDUCING or self._slots.lacks_slot(chunk):
                     self._finish()
-            self._open(chunk)
+            self._slots.open(chunk, self._backward)
         for position in positions:
             gradient.note_fired(position)
         self._order.last_fire[chunk] = self._num_touches
@@ -391,50 +445,6 @@ class Gradients:
             self._reduce(following)
             self._next_in_order += 1
 
-    # -- memory
-
-    def _lacks_slot(self, chunk: int) -> bool:
-        gradient = self.of[chunk]
-        if gradient.state is GradState.CLOSED and gradient.may_write_home:
-            return False
-        size = self._facts[chunk].oversize
-        return len(self._inside[size]) >= self._num_slots[size]
-
-    def _open(self, chunk: int) -> None:
-        gradient = self.of[chunk]
-        if gradient.state in (GradState.AT_HOME, GradState.IN_SLOT):
-            return
-        if gradient.state is GradState.SPILLED:
-            self._take_slot(chunk)
-            self._traffic.copy(Tier.HOST, Tier.DEVICE, self._facts[chunk].payload_bytes, MoveReason.SPILL)
-            self.homes.hold(Tier.HOST, -self._facts[chunk].payload_bytes)
-            return
-        if gradient.may_write_home:
-            gradient.become(GradState.AT_HOME)
-            return
-        self._take_slot(chunk)
-        if gradient.resumes(self._backward):
-            num_bytes = self.homes.num_bytes(chunk)
-            self._traffic.copy(self.homes.tier_of(chunk), Tier.DEVICE, num_bytes, MoveReason.GRADIENT)
-
-    def _take_slot(self, chunk: int) -> None:
-        size = self._facts[chunk].oversize
-        inside = self._inside[size]
-        if len(inside) >= self._num_slots[size]:
-            victim = first_to_spill((self.of[i].is_complete, i) for i in inside)
-            num_bytes = self._facts[victim].payload_bytes
-            self._traffic.copy(Tier.DEVICE, Tier.HOST, num_bytes, MoveReason.SPILL)
-            self.homes.hold(Tier.HOST, num_bytes)
-            self.of[victim].become(GradState.SPILLED)
-            del inside[victim]
-        inside[chunk] = None
-        self.of[chunk].become(GradState.IN_SLOT)
-
-    def _close(self, chunk: int) -> None:
-        gradient = self.of[chunk]
-        self._inside[self._facts[chunk].oversize].pop(chunk, None)
-        gradient.become(GradState.CLOSED)
-
     # -- reductions
 
     def _reduce(self, chunk: int) -> None:
@@ -442,13 +452,13 @@ class Gradients:
         self._finish()
         self._reduced.add(chunk)
         self._complete.discard(chunk)
-        self._open(chunk)
+        self._slots.open(chunk, self._backward)
         facts = self._facts[chunk]
         if self._is_alone:
             # One rank rounds on the device, so that the narrower gradient crosses the link.
             source = facts.dtypes.rest if facts.dtypes.narrows else facts.dtypes.weight
             self._merge(chunk, source, facts.layout.numel)
-            self._close(chunk)
+            self._slots.close(chunk)
             return
         self.homes.before_reduction(chunk)
         tiles = num_tiles(facts, self._stage, self._scratch_bytes)
@@ -470,7 +480,7 @@ class Gradients:
             tiles = num_tiles(facts, self._stage, self._scratch_bytes)
             self._traffic.exchange(Exchange.WHOLE_GRADIENT, numel * facts.dtypes.rest.itemsize, tiles)
         self._merge(chunk, facts.dtypes.rest, numel)
-        self._close(chunk)
+        self._slots.close(chunk)
 
     def _merge(self, chunk: int, source: Dtype, numel: int) -> None:
         """Bring to rest `numel` elements that were reduced on the device, or use them up, as `GradHomes.merge`."""

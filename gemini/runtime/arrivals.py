@@ -171,7 +171,7 @@ class Arrivals:
                     self.add(chunk, position, grad, backward)
                 return True
             # Zero the whole payload: this chunk has too many paddings to zero them one by one.
-            self._memory.open(gradient, backward, zero=True)
+            self._memory.open(gradient.index, backward, zero=True)
             torch._foreach_copy_(_at(positions, gradient.views), grads)
         gradient.note_all_fired(positions)
         return True
@@ -181,7 +181,7 @@ class Arrivals:
         if not gradient.all_trained:
             for position in positions:
                 _check_trained(gradient.chunk, position)
-        self._memory.open(gradient, backward)
+        self._memory.open(gradient.index, backward)
         if gradient.num_fired:  # they were read inside of this backward
             positions = [each for each in positions if not gradient.fired[each]]
         gradient.note_all_fired(positions)
@@ -194,7 +194,7 @@ class Arrivals:
         """
         _check_trained(chunk, position)
         gradient = self._memory.gradients[chunk.index]
-        self._memory.open(gradient, backward)
+        self._memory.open(gradient.index, backward)
         view = gradient.views[position]
         if gradient.fired[position] or (gradient.content is Content.SUM and gradient.got[position]):
             view.add_(grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -20,8 +20,8 @@ from gemini.placement.gradient_rules import (
     HomeRules,
     PayloadNow,
     ReducedState,
+    SlotRules,
     UnsyncedState,
-    first_to_spill,
 )
 from gemini.runtime.chunk import Chunk, ParamState
 from gemini.runtime.gradient import ChunkGradient
@@ -66,14 +66,10 @@ class MicroBatches:
 
 # -- The memory of gradients: open payloads in gradient slots, reduced shards at home, unreduced sums on the host.
 #
-# A chunk's gradient is *open* from its first to its last local gradient. Then it is reduced and merged into its home.
-# An open payload that must make room is spilled to the host unreduced, by this rank alone, and comes back when it is
-# needed. Where this rank holds the whole gradient on the device anyway, gradients are written to the home directly. A
-# gradient without a home of its own rests in its chunk's parameter home, see
-# [Note: Lent homes] in placement/gradient_rules.py.
+# `SlotRules` in placement/gradient_rules.py decides where a gradient is opened, and which one is spilled for it.
 
 
-class GradMemory:
+class GradMemory(SlotRules):
     """The gradient slots, and the memory behind every `ChunkGradient`."""
 
     def __init__(self, memory: RankMemory, observer: Observer, keeps_whole: bool) -> None:
@@ -81,6 +77,7 @@ class GradMemory:
         self.memory = memory
         self.observer = observer
         self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
+        super().__init__(self.gradients)
         self.pools = memory.gradient_slots
         self._keeps_whole = keeps_whole
         self.peak_open = 0
@@ -108,12 +105,6 @@ class GradMemory:
         self.gradients.clear()
         self._num_by_size = [0, 0]
 
-    def lacks_slot(self, gradient: ChunkGradient) -> bool:
-        """Whether the gradient can only be opened in a slot, and none is free."""
-        if gradient.state is GradState.CLOSED and gradient.may_write_home:
-            return False
-        return self.pools[gradient.chunk.oversize].first_free() is None
-
     def is_in_nobodys_way(self, gradient: ChunkGradient) -> bool:
         """Whether the gradient may stay open for any time: no other gradient lacks a slot because of it."""
         if gradient.state is GradState.AT_HOME:
@@ -124,38 +115,35 @@ class GradMemory:
         oversize = gradient.chunk.oversize
         return self.pools[oversize].count >= self._num_by_size[oversize]
 
-    def open(self, gradient: ChunkGradient, backward: int, zero: bool = False) -> None:
-        """Make the payload writable: the home if it may be written, else a slot, filled from a spill if there is one.
-
-        backward: the number of the backward that opens it. zero: fill it with zeros, unless gradients stay in the home.
-        """
-        if gradient.payload is not None:
-            return
-        if gradient.state is GradState.SPILLED:
-            self._unspill(gradient)
-            return
-        slot, payload, content = None, gradient.whole, Content.UNDEFINED
-        if payload is None or not gradient.may_write_home:
-            slot = self._slot_for(gradient)
-            payload = gradient.chunk.payload_in(slot)
-            # One rank continues the sum so far, in autograd's order of additions.
-            if gradient.resumes(backward):
-                self.memory.transfer.copy(payload, gradient.shard)
-                content = Content.SUM
+    def _open_at_home(self, chunk: int, zero: bool) -> None:
+        gradient, content = self.gradients[chunk], Content.UNDEFINED
+        assert gradient.whole is not None
         # One rank, second micro-batch: autograd's gradients are added to the sum that is in the home.
-        elif gradient.in_place and gradient.is_reduced:
+        if gradient.is_reduced and gradient.in_place:
             content = Content.SUM
         # The end of the last step has filled an attached home with negative zeros.
         elif gradient.attached is not None:
             content = Content.ZERO
+        # The home's last content may still be on its way to the host.
+        wait_on_stream(gradient.whole)
+        if zero and content is Content.UNDEFINED and not gradient.in_place:
+            gradient.whole.flat.zero_()
+            content = Content.ZERO
+        gradient.become(GradState.AT_HOME, content)
+
+    def _open_in_slot(self, chunk: int, slot: object, resumes: bool, zero: bool) -> None:
+        assert isinstance(slot, Slot)
+        gradient, content = self.gradients[chunk], Content.UNDEFINED
+        slot.occupy(chunk)
+        payload = gradient.chunk.payload_in(slot)
+        if resumes:
+            self.memory.transfer.copy(payload, gradient.shard)
+            content = Content.SUM
         # The slot's last content may still be on its way to the host, or this one's on its way to the slot.
         wait_on_stream(payload)
-        if zero and content is Content.UNDEFINED and not gradient.in_place:
+        if zero and not resumes and not gradient.in_place:
             payload.flat.zero_()
             content = Content.ZERO
-        if slot is None:
-            gradient.become(GradState.AT_HOME, content)
-            return
         gradient.become(GradState.IN_SLOT, content, slot)
         self._num_open += 1
         self.peak_open = max(self.peak_open, self._num_open)
@@ -182,10 +170,11 @@ class GradMemory:
             gradient.become_reduced(ReducedState.IN_SHARD, backward)
             if gradient.num_fired < len(gradient.fired):
                 _zero_unwritten(gradient, are_left=gradient.content is Content.ZERO)
-        self.close(gradient)
+        self.close(gradient.index)
 
-    def close(self, gradient: ChunkGradient) -> None:
-        """Free the payload's slot, or its spilled memory: the content is not needed any more."""
+    def close(self, chunk: int) -> None:
+        """See `SlotRules`."""
+        gradient = self.gradients[chunk]
         # A gradient that is being reduced was subtracted when its reduction began.
         self._num_open -= gradient.state in (GradState.IN_SLOT, GradState.SPILLED)
         if gradient.slot is not None:
@@ -196,48 +185,43 @@ class GradMemory:
         if spilled is not None:
             self.memory.free(spilled, "spilled gradients")
 
-    def _slot_for(self, gradient: ChunkGradient) -> Slot:
-        """Take a slot for the gradient; spill another gradient if none is free."""
-        pool = self.pools[gradient.chunk.oversize]
-        slot = pool.first_free()
-        if slot is None:
-            # None of these is being reduced, and could not be spilled then: `make_way` has finished a reduction that
-            # held the last slot.
-            inside = [self.gradients[slot.chunk] for slot in pool.slots if slot.chunk is not None]
-            victim = first_to_spill((each.num_fired == each.expected, each.chunk.index) for each in inside)
-            slot = self._spill(self.gradients[victim], gradient)
-        slot.occupy(gradient.chunk.index)
-        return slot
+    def _inside(self, oversize: bool) -> Iterable[int]:
+        return [slot.chunk for slot in self.pools[oversize].slots if slot.chunk is not None]
 
-    def _spill(self, victim: ChunkGradient, wanted: ChunkGradient) -> Slot:
-        """Move an open payload to the host, unreduced: `wanted` needs its slot. Local: other ranks may not spill."""
-        assert victim.slot is not None and victim.payload is not None
+    def _free_slot(self, oversize: bool) -> Slot | None:
+        return self.pools[oversize].first_free()
+
+    def _spill(self, victim: int, wanted: int) -> Slot:
+        spilling = self.gradients[victim]
+        assert spilling.slot is not None and spilling.payload is not None
         try:
             # This is staging memory, which is never registered with the driver: in a backward registering could wait
             # for a collective that waits for this rank.
-            spilled = self.memory.allocate(Tier.HOST, victim.chunk.numel, victim.chunk.dtype, "spilled gradients")
+            spilled = self.memory.allocate(Tier.HOST, spilling.chunk.numel, spilling.chunk.dtype, "spilled gradients")
         except BudgetError as error:
             raise error.reworded(
-                f"no gradient slot is free and the host cannot take an open gradient of chunk {victim.chunk.index} "
-                f"({victim.chunk.names()}): {error}"
+                f"no gradient slot is free and the host cannot take an open gradient of chunk {victim} "
+                f"({spilling.chunk.names()}): {error}"
             ) from None
-        # The victim keeps its flags: it is still open, and is merged or reduced after it has come back.
-        index, ends = victim.chunk.index, ("gradient slot", Tier.HOST)
-        why = f"room for the gradient of chunk {wanted.chunk.index}"
-        with self.observer.moving("spill", index, *ends, spilled.nbytes, why):
-            self.memory.transfer.copy(spilled, victim.payload)
-        slot = victim.slot
-        victim.become(GradState.SPILLED, held=spilled)
-        self.pools[victim.chunk.oversize].vacate(slot)
+        # It keeps its flags: it is still open, and is merged or reduced after it has come back.
+        ends = "gradient slot", Tier.HOST
+        why = f"room for the gradient of chunk {wanted}"
+        with self.observer.moving("spill", victim, *ends, spilled.nbytes, why):
+            self.memory.transfer.copy(spilled, spilling.payload)
+        slot = spilling.slot
+        spilling.become(GradState.SPILLED, held=spilled)
+        self.pools[spilling.chunk.oversize].vacate(slot)
         return slot
 
-    def _unspill(self, gradient: ChunkGradient) -> None:
-        """Bring a spilled payload back into a slot."""
-        slot, spilled = self._slot_for(gradient), gradient.spilled
+    def _unspill(self, chunk: int, slot: object) -> None:
+        assert isinstance(slot, Slot)
+        gradient = self.gradients[chunk]
+        spilled = gradient.spilled
         assert spilled is not None
+        slot.occupy(chunk)
         payload = gradient.chunk.payload_in(slot)
-        index, ends = gradient.chunk.index, (Tier.HOST, "gradient slot")
-        with self.observer.moving("unspill", index, *ends, spilled.nbytes, "gradients of it, or its reduction"):
+        ends = Tier.HOST, "gradient slot"
+        with self.observer.moving("unspill", chunk, *ends, spilled.nbytes, "gradients of it, or its reduction"):
             self.memory.transfer.copy(payload, spilled)
         gradient.become(GradState.IN_SLOT, held=slot)
         # Freeing makes the host wait for the copy. The memory could otherwise be given to another spill that overwrites
@@ -248,7 +232,7 @@ class GradMemory:
     def discard(self, gradient: ChunkGradient) -> None:
         """Drop a gradient that the step consumed, or that was discarded. The caller writes its flags."""
         if gradient.state is not GradState.CLOSED:
-            self.close(gradient)
+            self.close(gradient.index)
         if gradient.is_reduced or gradient.is_used:
             gradient.become_reduced(ReducedState.NONE)
         if gradient.is_behind:

@@ -197,7 +197,7 @@ class Leftovers:
             pairs = zip(gradient.chunk.parameters, stays, strict=True)
             self.clear(gradient, [managed for managed, does in pairs if not does])
             if gradient.is_open:
-                self._memory.close(gradient)
+                self._memory.close(gradient.index)
             gradient.outlive_step()
             gradient.note_leftovers(
                 *(

@@ -164,7 +164,7 @@ class AccumulateInPlace(Accumulation):
         chunk, memory = gradient.chunk, self._memory
         self._reduced.add(chunk.index)
         # The gradient may have been spilled: bring it back into a slot.
-        memory.open(gradient, backward)
+        memory.open(gradient.index, backward)
         memory.complete(gradient)
         # This orders what is rounded next behind the copies of the last merge out of this memory.
         self._scratch.reset()
@@ -370,7 +370,7 @@ def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory, su
     """Add an open local gradient of backward number `backward` to the chunk's sum on the host. Local."""
     chunk, all_memory = gradient.chunk, memory.memory
     # The gradient may have been spilled: bring it back into a slot.
-    memory.open(gradient, backward)
+    memory.open(gradient.index, backward)
     assert gradient.payload is not None
     memory.complete(gradient)
     total = gradient.unsynced
@@ -384,7 +384,7 @@ def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory, su
     sums.put(total, gradient.payload, replaces=is_first)
     if is_first:
         gradient.become_unsynced(UnsyncedState.HELD)
-    memory.close(gradient)
+    memory.close(gradient.index)
 
 
 def reduce_unsynced(
@@ -485,7 +485,9 @@ class AccumulateAndReduce(Accumulation):
         """See `Accumulation`. The reduction in flight may be this chunk's, or hold the last slot."""
         if self._in_flight is None:
             return False
-        return gradient.state is GradState.REDUCING or (gradient.payload is None and self._memory.lacks_slot(gradient))
+        return gradient.state is GradState.REDUCING or (
+            gradient.payload is None and self._memory.lacks_slot(gradient.index)
+        )
 
     def arrived(self, gradient: ChunkGradient) -> Iterable[ChunkGradient]:
         """See `Accumulation`."""
@@ -551,7 +553,7 @@ class AccumulateAndReduce(Accumulation):
             return None
         # A rank without a gradient of this chunk takes part all the same: `open` gives it a payload, and `complete`
         # zeros it.
-        self._memory.open(gradient, backward)
+        self._memory.open(gradient.index, backward)
         self._memory.complete(gradient)
         if gradient.chunk.exchange_bytes > self._scratch.num_bytes:
             self._reduce_in_tiles(gradient, backward)
@@ -587,7 +589,7 @@ class AccumulateAndReduce(Accumulation):
                 scratch=self._scratch,
                 communicator=self._communicator,
             )
-            self._memory.close(gradient)
+            self._memory.close(gradient.index)
 
     def _launch(self, gradient: ChunkGradient) -> Callable[[], Region]:
         """Start the exchange; the returned function waits for the mean. Collective."""

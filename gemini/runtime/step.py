@@ -287,7 +287,7 @@ class Reductions:
                 self._use(self.updates, gradient, reduced)
             elif self._grads.homes.merge(gradient, reduced, backward) and self._sums is not None:
                 self._sums.begin(gradient, backward)
-            self._grads.memory.close(gradient)
+            self._grads.memory.close(gradient.index)
 
     def _use(self, updates: UpdatesInBackward, gradient: ChunkGradient, reduced: Region) -> None:
         chunk, binding = gradient.chunk, self._params.binding

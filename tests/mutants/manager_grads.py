@@ -135,7 +135,7 @@ MUTANTS = [
     ),
     Mutant(
         "a slot for many small gradients keeps what it held",
-        "GradMemory.open",
+        "GradMemory._open_in_slot",
         "payload.flat.zero_()",
         "",
         "tests/features/test_small_parameters_that_stay.py",
@@ -185,7 +185,7 @@ MUTANTS = [
     Mutant(
         "the slot that a reduction reads is not waited for",
         "AccumulateAndReduce.is_in_the_way",
-        "(gradient.payload is None and self._memory.lacks_slot(gradient))",
+        "(gradient.payload is None and self._memory.lacks_slot(gradient.index))",
         "False",
         f"{TWO_RANKS}[llama]",
     ),
@@ -275,7 +275,7 @@ MUTANTS = [
     ),
     Mutant(
         "kernels write to a slot that a copy still reads",
-        "GradMemory.open",
+        "GradMemory._open_in_slot",
         "wait_on_stream(payload)",
         "",
         "tests/features/test_late_copies.py",
