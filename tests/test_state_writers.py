@@ -30,7 +30,7 @@ STATES = {
     "Chunk": {field: {"become"} for field in ("state", "slot", "payload")},
     "StepPosition": {"now": {"set", "return_to", "reset"}},
     "Communicator": {"plan_hash": {"follow_plan"}},
-    "Accumulation": {"synchronizes": {"__post_init__", "unsynchronized"}},
+    "GradientBooks": {"synchronizes": {"unsynchronized"}},
     "Payloads": {"has_room": {"take_room", "miss_room", "give_room"}},
     "GradStore": {
         "in_backward": {"begin_backward", "ending_backward", "abandon_backward"},

@@ -218,7 +218,7 @@ def has_gradient(link: Link) -> bool:
     if not gradients.in_backward:
         with link.step.publishing():
             link.step.reductions.catch_up()
-    elif gradients.accumulation.awaits_reduction:
+    elif gradients.books.awaits_reduction:
         raise _not_reduced(managed)
     else:
         # Inside a backward: gradients that wait in `.grad` set their flags first.

@@ -33,7 +33,8 @@ from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.grads import GradStore
 from gemini.runtime.params import ParamStore
 from gemini.runtime.recovery import Failures
-from gemini.runtime.step import USES_UP, Payloads, Step
+from gemini.runtime.reduce import USES_UP
+from gemini.runtime.step import Payloads, Step
 
 # -- Updates of chunks, each on the tier of its state.
 #
@@ -509,7 +510,7 @@ class BackwardUpdates:
         """See `UpdatesInBackward`. Raises GeminiError, and UnsupportedError for fp16 weights."""
         if any(state.chunk.trainable and state.dtype is torch.float16 for state in self._states.values()):
             raise UnsupportedError(SCALES_LOSSES)
-        if not grads.accumulation.synchronizes:
+        if not grads.books.synchronizes:
             raise GeminiError(f"a backward under no_sync() adds up gradients, {USES_UP}")
         if grads.are_used:
             raise GeminiError(f"a second backward before optimizer.step() adds up gradients, {USES_UP}")

@@ -8,10 +8,15 @@ simulation only counts, is an abstract method here, which both have.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from operator import gt
 from typing import Any, Final, NamedTuple
+
+from gemini.errors import GeminiError
+from gemini.placement.next_use import NextUse, PassKind, ReductionOrder, Touch
 
 MAX_WAITING = 2
 """Fine chunks whose gradients may wait in `.grad`, beyond the gradient slots."""
@@ -159,12 +164,18 @@ class Gradient:
     # It is written to its own home directly, which is on the device and has room for a whole payload.
     has_whole = False
 
-    def __init__(self, index: int, oversize: bool, sums: SumRule, trained: bytes, *, is_alone: bool) -> None:
-        """trained: by position of the chunk's parameters. is_alone: one rank, whose gradient is the mean already."""
+    def __init__(
+        self, index: int, oversize: bool, sums: SumRule, trained: bytes, *, is_alone: bool, is_chosen: bool
+    ) -> None:
+        """trained: by position of the chunk's parameters. is_alone: one rank, whose gradient is the mean already.
+
+        is_chosen: routing chooses which of its parameters are used, on each rank from its data.
+        """
         count = len(trained)
         self.index: Final = index
         self.oversize: Final = oversize  # of slots of the larger size
         self.is_alone: Final = is_alone
+        self.is_chosen: Final = is_chosen
         self.sums: Final = sums
 
         # the local gradient: written by `become`, and by `note_fired` where a parameter's gradient comes
@@ -458,11 +469,25 @@ class SlotRules(ABC):
                 found, is_complete = chunk, has_all
         return found
 
+    def rest_in_place(self, chunk: int, backward: int) -> None:
+        """Close a gradient that was written to its home. Elements that got no gradient become zero."""
+        gradient = self._books[chunk]
+        # In a later backward of the step, elements without a gradient keep the sum so far. Paddings have held zeros, of
+        # either sign, since the home was made.
+        if gradient.reduced_state is ReducedState.NONE:
+            gradient.become_reduced(ReducedState.IN_SHARD, backward)
+            self._zero_rest_of_home(chunk)
+        self.close(chunk)
+
     # -- what a run does and a simulation counts
 
     @abstractmethod
     def close(self, chunk: int) -> None:
         """Free the payload's slot, or its spilled memory: the content is not needed any more."""
+
+    @abstractmethod
+    def _zero_rest_of_home(self, chunk: int) -> None:
+        """Zero the elements of an open home to which no gradient was written."""
 
     @abstractmethod
     def _inside(self, oversize: bool) -> Iterable[int]:
@@ -636,7 +661,7 @@ class HomeRules(ABC):
         """Leave a kept slot that may be lent. See [Note: Lent payloads]. Every rank calls it at the same point."""
         if not self._lends_home(chunk):
             return
-        now = self._payload_of(chunk)
+        now = self.payload_of(chunk)
         if not now.has_own_slot:
             return
         is_in_use = now.is_pinned or now.is_coming
@@ -646,7 +671,7 @@ class HomeRules(ABC):
     def end_step(self) -> None:
         """A step ends: what is reduced from now on belongs to the next one."""
         for chunk in self._lendable:
-            self._lending.note(chunk, self._payload_of(chunk).num_gathers)
+            self._lending.note(chunk, self.payload_of(chunk).num_gathers)
         self._lending.end_step()
 
     def reset(self) -> None:
@@ -656,7 +681,7 @@ class HomeRules(ABC):
         self._lending.reset_history()
 
     def _can_lend_now(self, chunk: int) -> bool:
-        now = self._payload_of(chunk)
+        now = self.payload_of(chunk)
         # A gather on its way sends this home to the other ranks.
         if now.is_coming:
             return False
@@ -680,7 +705,7 @@ class HomeRules(ABC):
         """Whether the plan has no memory for the gradient beside the parameters."""
 
     @abstractmethod
-    def _payload_of(self, chunk: int) -> PayloadNow:
+    def payload_of(self, chunk: int) -> PayloadNow:
         """Where the chunk's parameters are now."""
 
     @abstractmethod
@@ -714,6 +739,337 @@ class HomeRules(ABC):
     @abstractmethod
     def _remake(self, chunk: int) -> None:
         """Round the parameters from the master into the home that was lent."""
+
+
+# -- The gradients of a backward: when they are complete, when all ranks reduce them, and what becomes of the means.
+#
+# Which gradients a rank gets, and when, may depend on its data; collectives may not. All ranks reduce a chunk at the
+# same point (see `ReductionOrder`), and at the end of a backward whatever is open on any rank. If the backward gathers
+# parameters, ranks reduce before a certain fetch. If not, the order of reductions is all they share.
+#
+# One rank has nothing to agree on: its gradient is the mean. Where the home is on the device in full precision,
+# gradients are written and added there. Others are opened in a slot and merged into the home when they are complete.
+
+
+class GradientBooks:
+    """What is known of one model's gradients in a backward, and from one backward to the next."""
+
+    def __init__(self, of: Mapping[int, Gradient], *, is_alone: bool) -> None:
+        """of: the books of each trainable chunk. is_alone: this rank's gradients are all there are."""
+        self.of = of
+        self.is_alone = is_alone
+        self.synchronizes = True  # False inside no_sync()
+        self.awaits_reduction = False  # gradients from under no_sync() are left; equal on all ranks
+        self.uses_up = False  # the running backward, or the last one, updates weights with its gradients
+        self.in_flight: int | None = None  # the chunk whose reduction was started and not finished
+        self.reduced: set[int] = set()  # chunks reduced in this backward: membership only
+        self.changed: dict[int, None] = {}  # chunks that may have become complete since ranks last asked each other
+        self.next_in_order = 0
+        self.is_off = False  # a gradient came late or early: record again
+        self.reset_order()
+
+    def reset_order(self) -> None:
+        """Forget which gradients to expect, and when: other chunks are trained. Local."""
+        self.order = ReductionOrder(list(self.of))
+        self.has_told_parts = False  # ranks have told each other whose gradients come in part
+
+    @contextmanager
+    def unsynchronized(self) -> Iterator[None]:
+        """A context in which backwards add gradients up on this rank and reduce none. Local."""
+        before, self.synchronizes = self.synchronizes, False
+        try:
+            yield
+        finally:
+            # The old value is restored, since a no_sync() may stand inside another.
+            self.synchronizes = before
+
+    def begin_backward(self, places: Mapping[Touch, int] | None, *, uses_up: bool) -> None:
+        """A backward starts. places: of its touches in the trace. uses_up: it updates weights with its gradients."""
+        self.uses_up = uses_up
+        self.reduced.clear()
+        self.changed.clear()
+        self.next_in_order, self.is_off = 0, False
+        if not self.is_alone:
+            self.order.begin(places)
+
+    def end_step(self, *, has_zeros: bool) -> None:
+        """Forget the step's gradients: they were used, discarded or zeroed, or their reduction has failed. Local.
+
+        has_zeros: zeros are left, so ranks still agree on which parameters had a gradient.
+        """
+        # A reduction is in flight here only after a failure, or inside a backward.
+        self.in_flight = None
+        if not self.is_alone:
+            is_behind = any(gradient.is_behind for gradient in self.of.values())
+            self.awaits_reduction = is_behind or (has_zeros and self.awaits_reduction)
+
+    @property
+    def knows_parts(self) -> bool:
+        """Ranks know whose gradients come in part, which decides about updates inside the backward."""
+        return self.has_told_parts or not self.uses_up
+
+
+class GradientRules(ABC):
+    """The gradients of one model's trainable chunks, by chunk index, from their arrival until they rest."""
+
+    def __init__(
+        self, books: GradientBooks, slots: SlotRules, homes: HomeRules, next_use: NextUse, *, gathers: bool
+    ) -> None:
+        """next_use: of the running pass; its touches are points that all ranks share.
+
+        gathers: the backward gathers parameters, so that ranks share the points of its fetches.
+        """
+        self._books = books
+        self._slots = slots
+        self._homes = homes
+        self._next_use = next_use
+        self._gathers = gathers
+        self._backward = 0  # number of the running backward within its step
+        self._is_ending = False  # autograd is done with it
+
+    def _begin(self, backward: int, *, uses_up: bool) -> None:
+        """Backward number `backward` begins. uses_up: it updates weights with its gradients."""
+        self._backward, self._is_ending = backward, False
+        places = self._next_use.places if self._next_use.kind is PassKind.TRAINING else None
+        self._books.begin_backward(places, uses_up=uses_up)
+
+    # -- gradients that arrive
+
+    def make_way(self, chunk: int) -> None:
+        """Finish a reduction that is in the way of opening the gradient. Local.
+
+        Without a free slot another gradient is spilled, and one that is being reduced cannot be. A piece may also come
+        while its own chunk is reduced, as with reentrant checkpointing.
+        """
+        if self._books.in_flight is None:
+            return
+        state = self._books.of[chunk].state
+        is_out = state is GradState.CLOSED or state is GradState.SPILLED
+        if state is GradState.REDUCING or (is_out and self._slots.lacks_slot(chunk)):
+            self.finish()
+
+    def arrived(self, chunk: int) -> None:
+        """Some of the chunk's gradients have come. Collective if that makes chunks complete whose turn it is."""
+        books = self._books
+        gradient = books.of[chunk]
+        is_complete = gradient.num_fired == gradient.expected
+        if books.is_alone:
+            if chunk in books.reduced:
+                # A piece came after the chunk was merged in this backward, as reentrant checkpointing does.
+                gradient.in_pieces = True
+            # A gradient at home takes no slot and needs no merge: it comes to rest at the end of the backward. Pieces
+            # are added in their own dtype first, as by autograd, so they wait for the end, too.
+            elif is_complete and gradient.state is GradState.IN_SLOT and not gradient.in_pieces:
+                self.reduce(chunk)
+            return
+        # The number of touches before this gradient: the chunk may be reduced from the next touch on.
+        books.order.last_fire[chunk] = len(self._next_use.passed)
+        # More than what is expected may come: in the step's first backward some of the parameters may have been idle.
+        if gradient.num_fired >= gradient.expected:
+            books.changed[chunk] = None
+        if chunk in books.reduced:
+            # A piece came after the chunk was reduced: it is reduced by itself at the end, and the recorded point is
+            # too early.
+            books.is_off = gradient.in_pieces = True
+        elif is_complete:
+            books.order.note_complete(chunk)
+            if not self._gathers and books.synchronizes and books.knows_parts:
+                self._reduce_in_order()
+
+    def _reduce_in_order(self) -> None:
+        """Reduce complete gradients whose turn it is: one that is complete early waits for those before it."""
+        books, order = self._books, self._books.order.order
+        while books.next_in_order < len(order) and books.of[order[books.next_in_order]].is_complete:
+            self.reduce(order[books.next_in_order])
+            books.next_in_order += 1
+
+    # -- points at which gradients are reduced
+
+    def before_touch(self) -> None:
+        """Reduce what is due before a fetch: a point that all ranks share if backward gathers. Collective then."""
+        books = self._books
+        if not (self._gathers and books.synchronizes):
+            return
+        if books.order.points is not None and self._is_as_recorded():
+            due: Sequence[int] = [i for i in books.order.due(self._next_use.position) if i not in books.reduced]
+        else:
+            due = self._complete_on_all_ranks()
+        for chunk in due:
+            # Gradients that wait in `.grad` are a part of what is reduced.
+            self.collect(chunk)
+            self.reduce(chunk)
+
+    def _is_as_recorded(self) -> bool:
+        """Whether this pass has had the recorded touches only, so that gradients come by their recorded points."""
+        return self._next_use.is_in_order and self._next_use.kind is PassKind.TRAINING
+
+    def _end(self) -> None:
+        """Reduce what is open on any rank, and agree on the points of the next backward. None waits. Collective."""
+        self._is_ending = True
+        books, order = self._books, self._books.order
+        if books.is_alone:
+            for chunk, gradient in books.of.items():
+                # Chunks without a gradient are left alone: on one rank nobody else needs zeros of them.
+                if gradient.state is GradState.AT_HOME:
+                    self._slots.rest_in_place(chunk, self._backward)
+                elif gradient.is_open:
+                    self.reduce(chunk)
+                if books.synchronizes:
+                    self._expect_what_came(gradient)
+            return
+        # They are reduced with zeros where some gradients did not come.
+        if not self._gathers and books.knows_parts:
+            for chunk in order.order[books.next_in_order :]:
+                self.reduce(chunk)
+        # Ranks are about to tell one another what they have used up.
+        if books.uses_up:
+            self.finish()
+        # Where nothing is gathered, the order of reductions is all that ranks share. Another order on one rank makes
+        # all ranks agree on an order again.
+        is_other = not self._is_as_recorded() if self._gathers else tuple(order.fired) != order.order
+        # Before the first record no rank has points: then every backward counts as off its plan.
+        is_off = books.is_off or is_other or order.points is None
+        is_off = self._reduce_open("end of backward", self._backward, is_off)
+        # A backward that follows no forward of the model has a trace of its own, in which points mean nothing.
+        if is_off and not (self._gathers and self._next_use.kind is not PassKind.TRAINING):
+            # This backward was not the recorded one: the next one follows what it has shown.
+            points = [order.last_fire[chunk] for chunk in order.chunks]
+            order.adopt(*self._latest(points, order.ranking()), self._next_use.passed)
+            for gradient in books.of.values():
+                # If routing chooses the parameters that are used, all are still expected: a gradient that came late on
+                # some ranks only would be added in another order.
+                if not gradient.is_chosen:
+                    self._expect_what_came(gradient)
+
+    def _reduce_open(self, when: str, backward: int, is_off: bool = False) -> bool:
+        """Reduce what is open or unsynced on any rank. Returns whether some rank is off its plan. Collective.
+
+        backward: the number of the last backward within the step.
+        """
+        self._backward = backward
+        left, is_off = self._open_on_any_rank(when, is_off)
+        for chunk in left:
+            self.reduce(chunk)
+        self.finish()
+        self._books.awaits_reduction = False
+        return is_off
+
+    def _expect_what_came(self, gradient: Gradient) -> None:
+        """The step's first backward has brought these gradients: later ones are expected to bring as many."""
+        # `got` counts since the last step: only in the first backward does it tell what one backward brings.
+        # A backward that updates uses a chunk up once it is whole. With one of its gradients, of which nothing came
+        # for once, it would not be.
+        if self._backward == 1 and (not self._books.uses_up or any(gradient.got)):
+            gradient.expect_what_came()
+
+    # -- reductions, and what becomes of a mean
+
+    def reduce(self, chunk: int) -> None:
+        """Start to reduce a chunk's open gradient (zeros if this rank has none) to the mean over ranks. Collective.
+
+        The reduction in flight is finished first: both use the same scratch.
+        """
+        self.finish()
+        self._books.reduced.add(chunk)
+        # The gradient may have been spilled. A rank without one takes part all the same, with a payload of zeros.
+        self._slots.open(chunk, self._backward)
+        if not self._books.is_alone:
+            self._homes.before_reduction(chunk)
+        may_stay = self._start(chunk)
+        self._books.in_flight = chunk
+        if not may_stay:
+            self.finish()
+
+    def finish(self) -> None:
+        """Finish the reduction in flight, if there is one. Local."""
+        # After a failure it must not be finished twice.
+        chunk, self._books.in_flight = self._books.in_flight, None
+        if chunk is not None:
+            self._rest(chunk)
+
+    def _rest(self, chunk: int) -> None:
+        """Let the backward update the weights with a mean, or let it come to rest for the step."""
+        if self._books.uses_up and self._may_use(chunk):
+            self._use(chunk)
+        else:
+            self._merge(chunk, self._homes.begin(chunk, self._backward))
+        self._slots.close(chunk)
+
+    def _may_use(self, chunk: int) -> bool:
+        """Whether the backward may update the chunk now: its gradient is whole, and nothing needs the old weights.
+
+        Where it may not, the gradient rests as without the setting, in memory that no plan has counted. Raises
+        GeminiError for a gradient of weights that were updated with another part.
+        """
+        gradient = self._books.of[chunk]
+        if gradient.is_used:
+            raise GeminiError(
+                f"a second gradient came in one backward to {gradient.names()}, after these weights were updated. "
+                "Reentrant checkpointing makes such gradients: use checkpoint(..., use_reentrant=False), or wrap the "
+                "model without update_in_backward=True"
+            )
+        # The node that made the gradient is over, and holds its chunks no longer.
+        self._leave_node()
+        if not self._takes(chunk):
+            return False
+        now = self._homes.payload_of(chunk)
+        # Others are to be added to a gradient at rest. A chunk in use must keep its weights.
+        if gradient.is_reduced or gradient.is_behind or now.is_pinned or now.is_coming:
+            return False
+        # Weights whose gradients have not come may still be needed. What gets no gradient may have a zero to move by.
+        if gradient.is_alone:
+            return gradient.is_whole or (self._is_ending and not any(map(gt, gradient.got, gradient.fired)))
+        # All ranks must use it up or none: a slot that leaves decides about collectives. So what counts is whether the
+        # chunk has come whole on all ranks so far.
+        if gradient.came_in_part or gradient.is_chosen:
+            return False
+        if not gradient.is_whole:
+            # Other ranks may have all of it, and use it up, which the end of the backward tells. Until then slots must
+            # be alike on all ranks: they decide about collectives.
+            self._leave_slot(chunk)
+        return gradient.is_whole
+
+    # -- what a run does and a simulation counts
+
+    @abstractmethod
+    def collect(self, chunk: int) -> None:
+        """Take over the chunk's gradients that wait."""
+
+    @abstractmethod
+    def _complete_on_all_ranks(self) -> Sequence[int]:
+        """The chunks whose open gradient is complete on every rank, in the model's order. Collective."""
+
+    @abstractmethod
+    def _open_on_any_rank(self, when: str, is_off: bool) -> tuple[Sequence[int], bool]:
+        """The chunks whose gradient is open on any rank, and whether some rank is off its plan. Collective."""
+
+    @abstractmethod
+    def _latest(self, points: Sequence[int], ranking: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """The latest point, and rank, of each chunk over all ranks. Collective."""
+
+    @abstractmethod
+    def _start(self, chunk: int) -> bool:
+        """Start the exchange of an open payload. Returns whether it may stay in flight. Collective."""
+
+    @abstractmethod
+    def _merge(self, chunk: int, is_first: bool) -> None:
+        """Write the mean to where it rests, or add it. is_first: it is the first of this step."""
+
+    @abstractmethod
+    def _leave_node(self) -> None:
+        """Lift the pins of the node that made the gradient."""
+
+    @abstractmethod
+    def _takes(self, chunk: int) -> bool:
+        """Whether the backward updates the whole chunk, and this rank alone."""
+
+    @abstractmethod
+    def _leave_slot(self, chunk: int) -> None:
+        """Take the chunk's parameters out of their slot: their values are about to change."""
+
+    @abstractmethod
+    def _use(self, chunk: int) -> None:
+        """Update the chunk with the mean, and call `Gradient.note_used` before."""
 
 
 # -- Chunks that stay. See [Note: Staying chunks] in runtime/params.py.

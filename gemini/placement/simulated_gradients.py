@@ -14,6 +14,8 @@ from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier, update_tier
 from gemini.placement.gradient_rules import (
     MAX_WAITING,
     Gradient,
+    GradientBooks,
+    GradientRules,
     GradState,
     HomeRules,
     PayloadNow,
@@ -22,7 +24,6 @@ from gemini.placement.gradient_rules import (
     SumRule,
 )
 from gemini.placement.needs import num_tiles
-from gemini.placement.next_use import ReductionOrder
 from gemini.placement.packing import ChunkFacts
 from gemini.placement.simulate import Exchange, MoveReason, SimulatedPayloads, Traffic
 
@@ -96,15 +97,6 @@ class SimulatedHomes(HomeRules):
         is_wide = self._gradients[chunk].reduced_state is ReducedState.WIDE
         return self._bytes_in(chunk, FLOAT32 if is_wide else self._facts[chunk].dtypes.rest)
 
-    def merge(self, chunk: int, source: Dtype, numel: int, backward: int) -> None:
-        """Set or add what backward number `backward` has reduced on the device.
-
-        source: the dtype of those `numel` elements.
-        """
-        self.begin(chunk, backward)
-        # A sum on the host is added there, so only the new gradient crosses the link.
-        self._traffic.copy(Tier.DEVICE, self.tier_of(chunk), numel * source.itemsize, MoveReason.GRADIENT)
-
     def reclaim(self, chunk: int) -> None:
         """Move the gradient out of the parameter home if it is there: the parameters are needed before the step."""
         if self.is_lent(chunk):
@@ -123,7 +115,8 @@ class SimulatedHomes(HomeRules):
     def _lends_home(self, chunk: int) -> bool:
         return self._lends[chunk]
 
-    def _payload_of(self, chunk: int) -> PayloadNow:
+    def payload_of(self, chunk: int) -> PayloadNow:
+        """See `HomeRules`."""
         payloads = self._payloads
         return PayloadNow(
             is_pinned=payloads.pins[chunk] > 0,
@@ -209,6 +202,9 @@ class SimulatedSlots(SlotRules):
         self._chunks_in[gradient.oversize].pop(chunk, None)
         gradient.become(GradState.CLOSED)
 
+    def _zero_rest_of_home(self, chunk: int) -> None:
+        """No bytes move."""
+
     def _inside(self, oversize: bool) -> Iterable[int]:
         return self._chunks_in[oversize]
 
@@ -245,7 +241,7 @@ class SimulatedSlots(SlotRules):
         gradient.become(GradState.IN_SLOT)
 
 
-class Gradients:
+class Gradients(GradientRules):
     """The gradients of all trainable chunks of a plan, by index."""
 
     def __init__(
@@ -260,63 +256,30 @@ class Gradients:
 
         leave_node: lifts the pins of the node that has made the gradient.
         """
-        stage, chunks = plan.settings.stage, plan.packing.chunks
-        self._facts: Sequence[ChunkFacts] = chunks
-        self._stage = stage
-        self._is_alone = plan.world_size == 1
-        self._keeps_whole = stage <= 1 or self._is_alone
-        self._scratch_bytes = plan.demand.scratch_bytes
-        self._traffic = traffic
-        self.of: dict[int, SimulatedGradient] = {}
-        flags = iter(plan.trained)  # in the order of the chunks; those of the spec are from when the model was wrapped
-        for index, (chunk, facts) in enumerate(zip(plan.demand.chunks, chunks, strict=True)):
-            trained = bytes(islice(flags, len(facts.names)))
-            if Kind.GRAD not in chunk.home_bytes:
-                continue
-            # A chunk without elements has a home of 0 bytes. Any other chunk with 0 planned bytes has none: its
-            # gradient rests in the parameter home, or is offloaded.
-            has_home = chunk.home_bytes[Kind.GRAD] > 0 or not (facts.may_lend_home or facts.layout.numel)
-            home = plan.placement.homes[index][Kind.GRAD] if has_home else None
-            dtypes, rests_as_is = facts.dtypes, facts.dtypes.rest == facts.dtypes.weight
-            sums = SumRule.of(plan.world_size, dtypes.weight.itemsize, rests_as_is=rests_as_is, widens=dtypes.widens)
-            gradient = SimulatedGradient(index, facts.oversize, sums, trained, is_alone=self._is_alone)
-            # Gradients are written to a home only if it is on the device, has the dtype of the weight, and has room
-            # for a whole payload.
-            has_whole = self._keeps_whole and rests_as_is and home is Tier.DEVICE
-            wide = home if plan.demand.holds_sums and dtypes.widens else None
-            gradient.note_memory(home, wide, has_whole=has_whole)
-            self.of[index] = gradient
+        self.of = _books_of(plan)
         self.homes = SimulatedHomes(plan, self.of, payloads, traffic)
-        self._slots = SimulatedSlots(plan, self.of, self.homes, traffic)
+        slots, books = (
+            SimulatedSlots(plan, self.of, self.homes, traffic),
+            GradientBooks(self.of, is_alone=plan.world_size == 1),
+        )
+        # Fetches that are collectives give all ranks common points at which to reduce.
+        gathers = plan.settings.stage == 3 and not books.is_alone and not payloads.is_resident
+        super().__init__(books, slots, self.homes, payloads.next_use, gathers=gathers)
+        self._facts: Sequence[ChunkFacts] = plan.packing.chunks
+        self._stage = plan.settings.stage
+        self._scratch_bytes = plan.demand.scratch_bytes
         self._payloads = payloads
+        self._traffic = traffic
         self._frees = [chunk.frees_gradient for chunk in plan.demand.chunks]
-        self._knows_parts = not any(self._frees)  # which decides about updates inside the backward
-        self._use, self._leave_node = use, leave_node
-        # Fetches that are collectives give all ranks common points at which to reduce. Without them the order is all
-        # they share.
-        self._gathers_in_backward = stage == 3 and not self._is_alone and not payloads.is_resident
-        self._in_flight: int | None = None  # the chunk whose reduction was launched and not finished
-        self._order = ReductionOrder[int](list(self.of))  # a touch is its number within a backward here
-        self._touches: dict[int, int] = {}  # of the backward that was recorded last
-        self._begin()
+        self._update, self._lift_pins = use, leave_node
+        # By chunk: positions of the weights whose gradients wait in `.grad`, the chunk that has waited longest first.
+        self._waiting: dict[int, list[int]] = {}
 
     # -- a backward
 
     def begin_backward(self, backward: int) -> None:
         """Begin backward number `backward` since the last step."""
-        self._begin()
-        self._backward = backward
-
-    def _begin(self) -> None:
-        self._backward = 0
-        # By chunk: weights whose gradients wait in `.grad`, the chunk that has waited longest first.
-        self._waiting: dict[int, list[int]] = {}
-        self._reduced: set[int] = set()
-        self._complete: set[int] = set()  # open chunks with all expected gradients
-        self._order.begin(self._touches)
-        self._next_in_order = 0
-        self._num_touches = 0
-        self._is_off = self._is_ending = False
+        self._begin(backward, uses_up=any(self._frees))
 
     def arrive(self, chunk: int, position: int) -> None:
         """Autograd has made the gradient of the weight at `position` of the chunk."""
@@ -328,70 +291,28 @@ class Gradients:
         waiting.setdefault(chunk, []).append(position)
         # Waiting gradients take memory beyond the gradient slots, so few chunks may have them.
         if len(waiting) > MAX_WAITING:
-            self._collect(next(iter(waiting)))
+            self.collect(next(iter(waiting)))
         if len(waiting.get(chunk, ())) >= gradient.expected:
-            self._collect(chunk)
+            self.collect(chunk)
 
-    def before_touch(self) -> None:
-        """Reduce the chunks that are due, before the backward uses a chunk that can leave its slot."""
-        if self._gathers_in_backward:
-            if self._order.points is None:
-                # While ranks record, they agree at each touch and reduce in the order of the model.
-                due = sorted(self._complete)
-            else:
-                due = [i for i in self._order.due(self._num_touches + 1) if i not in self._reduced]
-            for chunk in due:
-                # Gradients that wait belong to the sum that is reduced.
-                self._collect(chunk)
-                self._reduce(chunk)
-        self._num_touches += 1
+    def collect(self, chunk: int) -> None:
+        """See `GradientRules`."""
+        if chunk in self._waiting:
+            self._accept(chunk, self._waiting.pop(chunk))
+
+    def _accept(self, chunk: int, positions: Sequence[int]) -> None:
+        self.make_way(chunk)
+        self._slots.open(chunk, self._backward)
+        for position in positions:
+            self.of[chunk].note_fired(position)
+        self.arrived(chunk)
 
     def end_backward(self) -> None:
         """Reduce all open gradients."""
         # What still waits has to be in the payloads before these are reduced.
         for chunk in list(self._waiting):
-            self._collect(chunk)
-        self._is_ending = True
-        # One rank agrees with nobody and expects in the next backward what came in this one.
-        if self._is_alone:
-            for chunk, gradient in self.of.items():
-                if gradient.state is GradState.AT_HOME:
-                    if not gradient.is_reduced:
-                        gradient.become_reduced(ReducedState.IN_SHARD, self._backward)
-                    self._slots.close(chunk)
-                elif gradient.is_open:
-                    self._reduce(chunk)
-                self._expect_less(gradient)
-            return
-        # Several ranks: the rest of the known order, then all that is still open. If the backward deviated from the
-        # order, the ranks agree on another one.
-        if self._gathers_in_backward:
-            is_off = self._is_off
-        else:
-            is_off = self._is_off or tuple(self._order.fired) != self._order.order
-            for chunk in self._order.order[self._next_in_order :] if self._knows_parts else ():
-                self._reduce(chunk)
-        for chunk in [chunk for chunk, gradient in self.of.items() if gradient.is_open]:
-            self._reduce(chunk)
-        self._finish()
-        self._knows_parts = True
-        if is_off or self._order.points is None:
-            self._agree()
-
-    def _agree(self) -> None:
-        """Expect of the next backward what this one did."""
-        order = self._order
-        self._touches = {number: number for number in range(self._num_touches)}
-        order.adopt([order.last_fire[chunk] for chunk in order.chunks], order.ranking(), self._touches)
-        for chunk, gradient in self.of.items():
-            # Ranks with other data may use other weights of a chosen chunk, so all of its weights stay expected.
-            if not self._facts[chunk].is_chosen:
-                self._expect_less(gradient)
-
-    def _expect_less(self, gradient: Gradient) -> None:
-        # `got` counts since the last step, so only the first backward shows what a single one brings.
-        if self._backward == 1:
-            gradient.expect_what_came()
+            self.collect(chunk)
+        self._end()
 
     def end_step(self) -> None:
         """Drop all gradients after a step used them."""
@@ -401,96 +322,88 @@ class Gradients:
             none = bytes(len(gradient.got))
             gradient.note_leftovers(none, none, none)
         self.homes.end_step()
+        self._books.end_step(has_zeros=False)
 
-    # -- arrivals
+    # -- what a run does: ranks get the same gradients in the same order
 
-    def _collect(self, chunk: int) -> None:
-        if chunk in self._waiting:
-            self._accept(chunk, self._waiting.pop(chunk))
+    def _complete_on_all_ranks(self) -> Sequence[int]:
+        changed = sorted(self._books.changed)
+        self._books.changed.clear()
+        return [chunk for chunk in changed if self.of[chunk].is_complete]
 
-    def _accept(self, chunk: int, positions: Sequence[int]) -> None:
-        gradient = self.of[chunk]
-        if not gradient.is_open or gradient.state is GradState.SPILLED:
-            # The reduction in flight occupies a slot. Finish it if this gradient needs that slot, or is that gradient.
-            if not self._is_alone and self._in_flight is not None:
-                if gradient.state is GradState.REDUCING or self._slots.lacks_slot(chunk):
-                    self._finish()
-            self._slots.open(chunk, self._backward)
-        for position in positions:
-            gradient.note_fired(position)
-        self._order.last_fire[chunk] = self._num_touches
-        if gradient.num_fired == gradient.expected:
-            self._complete.add(chunk)
-        else:
-            self._complete.discard(chunk)
-        # A gradient after the chunk's reduction is a second piece: the recorded points are too early.
-        if chunk in self._reduced:
-            self._is_off = gradient.in_pieces = True
-        elif gradient.num_fired == gradient.expected:
-            self._note_complete(chunk)
+    def _open_on_any_rank(self, when: str, is_off: bool) -> tuple[Sequence[int], bool]:
+        self._books.has_told_parts = True
+        return [chunk for chunk, gradient in self.of.items() if gradient.is_open], is_off
 
-    def _note_complete(self, chunk: int) -> None:
-        gradient = self.of[chunk]
-        if self._is_alone:
-            # Pieces wait for the end: they are added in their own dtype before they are merged, as autograd does.
-            if gradient.state is GradState.IN_SLOT and not gradient.in_pieces:
-                self._reduce(chunk)
-            return
-        self._order.note_complete(chunk)
-        # Reduce in the agreed order only: a chunk that completes early waits for those before it.
-        while self._knows_parts and not self._gathers_in_backward and self._next_in_order < len(self._order.order):
-            following = self._order.order[self._next_in_order]
-            if not self.of[following].is_complete:
-                break
-            self._reduce(following)
-            self._next_in_order += 1
+    def _latest(self, points: Sequence[int], ranking: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        return points, ranking
 
-    # -- reductions
-
-    def _reduce(self, chunk: int) -> None:
-        # The reduction in flight uses the scratch that this one needs.
-        self._finish()
-        self._reduced.add(chunk)
-        self._complete.discard(chunk)
-        self._slots.open(chunk, self._backward)
-        facts = self._facts[chunk]
-        if self._is_alone:
-            # One rank rounds on the device, so that the narrower gradient crosses the link.
-            source = facts.dtypes.rest if facts.dtypes.narrows else facts.dtypes.weight
-            self._merge(chunk, source, facts.layout.numel)
-            self._slots.close(chunk)
-            return
-        self.homes.before_reduction(chunk)
-        tiles = num_tiles(facts, self._stage, self._scratch_bytes)
+    def _start(self, chunk: int) -> bool:
+        if self._books.is_alone:
+            return False
+        facts, tiles = self._facts[chunk], self._num_tiles(chunk)
         self._traffic.exchange(Exchange.REDUCE, facts.layout.numel * facts.dtypes.travel.itemsize, tiles)
         self.of[chunk].become(GradState.REDUCING)
-        self._in_flight = chunk
         # At stage 0 the reduced shards are gathered at once, and tiles wait for each other: nothing stays in flight.
-        if self._stage == 0 or tiles > 1:
-            self._finish()
+        return self._stage > 0 and tiles == 1
 
-    def _finish(self) -> None:
-        if self._in_flight is None:
-            return
-        chunk, self._in_flight = self._in_flight, None
-        facts, numel = self._facts[chunk], self._facts[chunk].layout.shard_numel
-        if self._stage == 0:
-            numel = facts.layout.numel
+    def _rest(self, chunk: int) -> None:
+        facts = self._facts[chunk]
+        if self._stage == 0 and not self._books.is_alone:
             # The mean travels in the dtype in which it rests, not in that of the reduction.
-            tiles = num_tiles(facts, self._stage, self._scratch_bytes)
-            self._traffic.exchange(Exchange.WHOLE_GRADIENT, numel * facts.dtypes.rest.itemsize, tiles)
-        self._merge(chunk, facts.dtypes.rest, numel)
-        self._slots.close(chunk)
+            num_bytes = facts.layout.numel * facts.dtypes.rest.itemsize
+            self._traffic.exchange(Exchange.WHOLE_GRADIENT, num_bytes, self._num_tiles(chunk))
+        super()._rest(chunk)
 
-    def _merge(self, chunk: int, source: Dtype, numel: int) -> None:
-        """Bring to rest `numel` elements that were reduced on the device, or use them up, as `GradHomes.merge`."""
-        gradient, payloads = self.of[chunk], self._payloads
-        if self._frees[chunk] and not gradient.is_reduced:
-            self._leave_node()
-            in_use = payloads.pins[chunk] or payloads.is_coming(chunk)
-            is_over = self._is_alone and self._is_ending
-            if not in_use and (is_over or gradient.is_whole):
-                gradient.note_used()
-                self._use(chunk, numel * source.itemsize)
-                return
-        self.homes.merge(chunk, source, numel, self._backward)
+    def _merge(self, chunk: int, is_first: bool) -> None:
+        # A sum on the host is added there, so only the new gradient crosses the link.
+        self._traffic.copy(Tier.DEVICE, self.homes.tier_of(chunk), self._bytes_of_mean(chunk), MoveReason.GRADIENT)
+
+    def _leave_node(self) -> None:
+        self._lift_pins()
+
+    def _takes(self, chunk: int) -> bool:
+        return self._frees[chunk]
+
+    def _leave_slot(self, chunk: int) -> None:
+        self._payloads.release(chunk)
+
+    def _use(self, chunk: int) -> None:
+        self.of[chunk].note_used()
+        self._update(chunk, self._bytes_of_mean(chunk))
+
+    def _num_tiles(self, chunk: int) -> int:
+        return num_tiles(self._facts[chunk], self._stage, self._scratch_bytes)
+
+    def _bytes_of_mean(self, chunk: int) -> int:
+        """Bytes of what was reduced on the device."""
+        layout, dtypes = self._facts[chunk].layout, self._facts[chunk].dtypes
+        if self._books.is_alone:
+            # One rank rounds on the device, so that the narrower gradient crosses the link.
+            return layout.numel * (dtypes.rest if dtypes.narrows else dtypes.weight).itemsize
+        return (layout.numel if self._stage == 0 else layout.shard_numel) * dtypes.rest.itemsize
+
+
+def _books_of(plan: Plan) -> dict[int, SimulatedGradient]:
+    """The books of all trainable chunks of a plan, by index."""
+    found: dict[int, SimulatedGradient] = {}
+    is_alone = plan.world_size == 1
+    flags = iter(plan.trained)  # in the order of the chunks; those of the spec are from when the model was wrapped
+    for index, (chunk, facts) in enumerate(zip(plan.demand.chunks, plan.packing.chunks, strict=True)):
+        trained = bytes(islice(flags, len(facts.names)))
+        if Kind.GRAD not in chunk.home_bytes:
+            continue
+        # A chunk without elements has a home of 0 bytes. Any other chunk with 0 planned bytes has none: its gradient
+        # rests in the parameter home, or is offloaded.
+        has_home = chunk.home_bytes[Kind.GRAD] > 0 or not (facts.may_lend_home or facts.layout.numel)
+        home = plan.placement.homes[index][Kind.GRAD] if has_home else None
+        dtypes, rests_as_is = facts.dtypes, facts.dtypes.rest == facts.dtypes.weight
+        sums = SumRule.of(plan.world_size, dtypes.weight.itemsize, rests_as_is=rests_as_is, widens=dtypes.widens)
+        gradient = SimulatedGradient(index, facts.oversize, sums, trained, is_alone=is_alone, is_chosen=facts.is_chosen)
+        # Gradients are written to a home only if it is on the device, has the dtype of the weight, and has room for a
+        # whole payload.
+        keeps_whole = plan.settings.stage <= 1 or is_alone
+        wide = home if plan.demand.holds_sums and dtypes.widens else None
+        gradient.note_memory(home, wide, has_whole=keeps_whole and rests_as_is and home is Tier.DEVICE)
+        found[index] = gradient
+    return found

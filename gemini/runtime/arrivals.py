@@ -186,7 +186,7 @@ class Arrivals:
             positions = [each for each in positions if not gradient.fired[each]]
         gradient.note_all_fired(positions)
 
-    def add(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
+    def add(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> None:
         """Take a gradient that opens its chunk, comes in pieces, or is added to a sum.
 
         A reduction that is in the way is finished. Raises UnsupportedError for a parameter that was unfrozen after its
@@ -201,7 +201,6 @@ class Arrivals:
         else:
             view.copy_(grad)
         gradient.note_fired(position)
-        return gradient
 
     def attach_homes(self) -> None:
         """A step is over: let autograd add the gradients of the next one to their homes, where it may. Local."""

@@ -82,6 +82,7 @@ class GradMemory(SlotRules):
         self._keeps_whole = keeps_whole
         self.peak_open = 0
         self._num_open = 0  # in a slot or spilled, and not being reduced
+        self._flight: tuple[Callable[[], Region], OpenMove] | None = None
         self._num_by_size = [0, 0]  # trainable chunks with regular slots, and with larger ones
 
     def add(self, chunk: Chunk) -> None:
@@ -157,20 +158,32 @@ class GradMemory(SlotRules):
         if gradient.num_fired < len(gradient.fired):
             _zero_unwritten(gradient)
 
+    def fly(self, mean: Callable[[], Region], moving: OpenMove) -> None:
+        """A reduction is in flight. mean: waits for it; (optim_numel,) on the device, valid until the next one begins.
+
+        moving: of one more block, in which the mean leaves.
+        """
+        self._flight = mean, moving
+
+    def land(self) -> tuple[Callable[[], Region], OpenMove]:
+        """Take out the reduction in flight, to be finished once."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        return flight
+
+    def drop_flight(self) -> None:
+        """Nothing waits for the reduction in flight any more: its buffers are not held."""
+        self._flight = None
+
     def begin_reduction(self, gradient: ChunkGradient) -> None:
         """The payload goes to the other ranks and is not open any more."""
         self._num_open -= gradient.slot is not None
         gradient.become(GradState.REDUCING)
 
-    def rest_in_place(self, gradient: ChunkGradient, backward: int) -> None:
-        """Close a gradient that was written to its home. Elements that got no gradient become zero."""
-        # In a later backward of the step, elements without a gradient keep the sum so far. Paddings have held zeros, of
-        # either sign, since the home was made.
-        if gradient.reduced_state is ReducedState.NONE:
-            gradient.become_reduced(ReducedState.IN_SHARD, backward)
-            if gradient.num_fired < len(gradient.fired):
-                _zero_unwritten(gradient, are_left=gradient.content is Content.ZERO)
-        self.close(gradient.index)
+    def _zero_rest_of_home(self, chunk: int) -> None:
+        gradient = self.gradients[chunk]
+        if gradient.num_fired < len(gradient.fired):
+            _zero_unwritten(gradient, are_left=gradient.content is Content.ZERO)
 
     def close(self, chunk: int) -> None:
         """See `SlotRules`."""
@@ -290,16 +303,6 @@ class GradHomes(HomeRules):
 
     # -- coming to rest
 
-    def merge(self, gradient: ChunkGradient, reduced: Region, backward: int) -> bool:
-        """Write `reduced` to the shard, or add it if the step has a gradient that the payload did not start with.
-
-        Returns whether it lies on the host now, or is on its way there, and nothing was added.
-        """
-        is_first = self.begin(gradient.index, backward)
-        target, replaces = gradient.reduced(), is_first or gradient.content is Content.SUM
-        self.put(target, reduced, replaces)
-        return replaces and target.tier is Tier.HOST
-
     def put(self, target: Region, reduced: Region, replaces: bool) -> None:
         """Set a part of the reduced gradient if `replaces`, else add to it."""
         if replaces:
@@ -397,7 +400,8 @@ class GradHomes(HomeRules):
         there = self._chunks[chunk]
         return there.may_lend_home and there.lends_home
 
-    def _payload_of(self, chunk: int) -> PayloadNow:
+    def payload_of(self, chunk: int) -> PayloadNow:
+        """See `HomeRules`."""
         there = self._chunks[chunk]
         return PayloadNow(
             is_pinned=bool(there.pins),

@@ -123,7 +123,9 @@ class ChunkGradient(Gradient):
         """keeps_whole: the chunk's GRAD home, if it gets one, has room for a whole payload."""
         world_size, rests_as_is = chunk.layout.world_size, chunk.gradient_dtype is chunk.dtype
         sums = SumRule.of(world_size, chunk.dtype.itemsize, rests_as_is=rests_as_is, widens=chunk.widens)
-        super().__init__(chunk.index, chunk.oversize, sums, _trained(chunk), is_alone=world_size == 1)
+        super().__init__(
+            chunk.index, chunk.oversize, sums, _trained(chunk), is_alone=world_size == 1, is_chosen=chunk.is_chosen
+        )
         self.chunk: Final = chunk
         self.gaps: Final = gaps_of(chunk)  # (start, end) of each padding, in payload elements
         # A home in another dtype than the parameters' cannot take payloads as they are.

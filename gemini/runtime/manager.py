@@ -124,10 +124,9 @@ class ChunkManager:
         scratch = Scratch(memory.device, demand.scratch_bytes)
         self.training = TrainingState(self.chunks, memory, grad_memory)
         self.training.follow(demand, placement, plan.infers)
-        next_use = self.params.next_use
-        self.grads = GradStore(grad_memory, homes, scratch, self.training, communicator, next_use, stage)
+        self.grads = GradStore(grad_memory, homes, scratch, self.training, is_alone=communicator.world_size == 1)
         self.recorder = Recorder(device, memory.device.ledger, communicator.position)
-        self.step = Step(self.chunks, self.params, self.grads, communicator, self.recorder)
+        self.step = Step(self.chunks, self.params, self.grads, communicator, self.recorder, stage)
 
     @property
     def trace(self) -> Trace:

@@ -315,8 +315,8 @@ MUTANTS = [
     Mutant(
         "gradients of a model that only infers have memory",
         "ChunkManager.__init__",
-        "next_use = self.params.next_use",
-        "self.training.allocate()\nnext_use = self.params.next_use",
+        "self.training.follow(demand, placement, plan.infers)",
+        "self.training.follow(demand, placement, plan.infers)\nself.training.allocate()",
         "tests/features/test_inference_memory.py::test_a_model_that_only_infers_costs_two_bytes_a_parameter",
     ),
     Mutant(
