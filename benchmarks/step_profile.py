@@ -62,7 +62,7 @@ def profile(rank: int, world_size: int, tiny: bool, budget_bytes: int) -> dict[s
     manager = case.model.chunk_manager
     clock.around(manager.params, "fetch", "fetch_ahead", "finish_prefetch")
     clock.around(manager.grads, "on_gradient", "before_touch", "end_backward")
-    clock.around(manager.grads.accumulation, "reduce", "_finish")
+    clock.around(manager.step.reductions, "reduce", "finish")
     clock.around(
         manager.communicator.collectives,
         *("start_all_gather", "start_reduce_scatter", "all_reduce_sum_", "all_reduce_max_", "check"),

@@ -8,7 +8,8 @@ import torch
 from gemini import ShardedModel, ShardedOptimizer
 from gemini.memory.arena import HostTier
 from gemini.memory.slot import Slot
-from gemini.runtime.gradient import ChunkGradient, GradState, ReducedState, UnsyncedState
+from gemini.placement.gradient_rules import GradState, ReducedState, UnsyncedState
+from gemini.runtime.gradient import ChunkGradient
 from tests.zoo.mlp import CHUNK_NUMEL, adam, build
 
 CLOSED, AT_HOME, IN_SLOT, SPILLED, REDUCING = GradState
@@ -47,7 +48,7 @@ def memory_of(state: GradState, gradient: ChunkGradient) -> Slot | torch.Tensor 
 def brought_to(state: GradState, gradient: ChunkGradient) -> ChunkGradient:
     on_the_way = {SPILLED: [IN_SLOT, SPILLED], REDUCING: [IN_SLOT, REDUCING], CLOSED: []}
     for each in on_the_way.get(state, [state]):
-        gradient.become(each, memory_of(each, gradient))
+        gradient.become(each, held=memory_of(each, gradient))
     return gradient
 
 
@@ -57,14 +58,14 @@ def test_a_local_gradient_takes_the_steps_of_its_life_only(chunk: Any, before: G
     gradient = brought_to(before, ChunkGradient(chunk, keeps_whole=True))
     fields = dict(vars(gradient))
     if (before, after) in LEGAL:
-        gradient.become(after, memory_of(after, gradient))
+        gradient.become(after, held=memory_of(after, gradient))
         assert gradient.state is after
         assert (gradient.payload is None) == (after in (CLOSED, SPILLED))
         assert (gradient.spilled is None) == (after is not SPILLED)
         assert any(view is not None for view in gradient.expects) == (after in (AT_HOME, IN_SLOT))
     else:
         with pytest.raises(RuntimeError, match=f"is {before.value!r} and cannot become {after.value!r}"):
-            gradient.become(after, memory_of(after, gradient))
+            gradient.become(after, held=memory_of(after, gradient))
         assert all(getattr(gradient, name) is value for name, value in fields.items())
 
 
@@ -72,7 +73,7 @@ def test_a_local_gradient_takes_the_steps_of_its_life_only(chunk: Any, before: G
 def test_a_state_comes_with_its_memory_and_no_other(chunk: Any, state: GradState, other: GradState) -> None:
     gradient = ChunkGradient(chunk, keeps_whole=True)
     with pytest.raises(RuntimeError, match="has other memory than that"):
-        gradient.become(state, memory_of(other, gradient))
+        gradient.become(state, held=memory_of(other, gradient))
     assert gradient.state is CLOSED
     assert gradient.payload is None
 

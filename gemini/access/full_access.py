@@ -221,7 +221,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     link = _begin("safe_get_local_grad", param)
     grads = link.step.grads
     # A local function cannot catch up on reductions: these are collectives.
-    if grads.accumulation.awaits_reduction:
+    if grads.books.awaits_reduction:
         raise GeminiError(
             f"the gradient of {link.managed.name!r} is from backwards under no_sync() and not reduced yet, which needs "
             "all ranks: call safe_get_full_grad() or optimizer.clip_grad_norm_() on all of them first"

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from gemini.access.functions import METADATA, NO_OPERATIONS, Writes, for_each_run
 from gemini.access.states import States
 from gemini.errors import GeminiError, UnsupportedError
+from gemini.placement.gradient_rules import GradState
 from gemini.replan.trainability import Trainability
 from gemini.runtime.binding import shares_memory
 from gemini.runtime.chunk import ManagedParameter, placeholder, unguarded
-from gemini.runtime.gradient import GradState
 from gemini.runtime.step import Step
 
 # -- One parameter's gradient: reduced and whole, or, inside the user's hooks, the one that autograd has just made.
@@ -128,7 +128,7 @@ def has_gradient(link: HasGradient) -> bool:
     if not gradients.in_backward:
         with link.step.publishing():
             link.step.reductions.catch_up()
-    elif gradients.accumulation.awaits_reduction:
+    elif gradients.books.awaits_reduction:
         raise _not_reduced(managed)
     else:
         # Inside a backward: gradients that wait in `.grad` set their flags first.

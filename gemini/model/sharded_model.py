@@ -359,8 +359,7 @@ class ShardedModel(PlainView):
         unless `reduce_dtype` is given, and rests in fp32 unless `accumulate_dtype` is. Its bits differ from those of
         reducing every micro-batch. A backward inside raises BudgetError if the host has no room.
         """
-        accumulation = self.chunk_manager.grads.accumulation
-        with accumulation.unsynchronized():
+        with self.chunk_manager.grads.books.unsynchronized():
             yield
 
     def check_parameters(self) -> None:

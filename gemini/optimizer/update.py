@@ -34,7 +34,8 @@ from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.grads import GradStore
 from gemini.runtime.params import ParamStore
 from gemini.runtime.recovery import Failures
-from gemini.runtime.step import USES_UP, Payloads, Step
+from gemini.runtime.reduce import USES_UP
+from gemini.runtime.step import Payloads, Step
 
 # -- Updates of chunks, each on the tier of its state.
 #
@@ -434,9 +435,9 @@ class ChunkUpdates:
         state.store_updates(update.runs, self._params)
         if update.weights is not None:
             # The gradient is used up: a home that was lent to it takes the new weights in `close`.
-            homes.consumed(state.chunk)
+            homes.consumed(state.chunk.index)
         # If this rank had nothing to update, the chunk's home may still hold the gradient.
-        homes.restore(state.chunk)
+        homes.restore(state.chunk.index)
         self._params.after_update(state.chunk)
 
 
@@ -510,7 +511,7 @@ class BackwardUpdates:
         """See `UpdatesInBackward`. Raises GeminiError, and UnsupportedError for fp16 weights."""
         if any(state.chunk.trainable and state.dtype is torch.float16 for state in self._states.values()):
             raise UnsupportedError(SCALES_LOSSES)
-        if not grads.accumulation.synchronizes:
+        if not grads.books.synchronizes:
             raise GeminiError(f"a backward under no_sync() adds up gradients, {USES_UP}")
         if grads.are_used:
             raise GeminiError(f"a second backward before optimizer.step() adds up gradients, {USES_UP}")

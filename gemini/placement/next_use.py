@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from gemini.placement.demand import ModelSpec
 
@@ -55,8 +55,6 @@ class Touch(NamedTuple):
     event: StepEvent
     chunk: int
 
-
-T = TypeVar("T", bound=Hashable)
 
 Counts = dict[tuple[int, Phase], int]
 """The number of events of a pass so far, by operator and phase."""
@@ -554,23 +552,20 @@ def _operators_inside(spec: ModelSpec, names: Sequence[str]) -> dict[int, list[i
 # before they agree on the remaining ones.
 
 
-class ReductionOrder(Generic[T]):
-    """The points at which one model's trainable chunks are reduced, by chunk index.
-
-    T: what stands for a touch. In a run it is a `Touch`.
-    """
+class ReductionOrder:
+    """The points at which one model's trainable chunks are reduced, by chunk index."""
 
     def __init__(self, chunks: Sequence[int]) -> None:
         self.chunks = tuple(chunks)
         self.order = tuple(reversed(self.chunks))  # a first guess: backward reaches the last operator first
-        self.points: dict[int, T] | None = None  # chunk -> touch before which it is reduced; None: not recorded yet
+        self.points: dict[int, Touch] | None = None  # chunk -> touch before which it is reduced; None: not recorded yet
         self.last_fire = dict.fromkeys(self.chunks, -1)  # this backward: touches before the chunk's last gradient
-        self._places: Mapping[T, int] = {}  # the trace that `_in_turn` was made from
+        self._places: Mapping[Touch, int] = {}  # the trace that `_in_turn` was made from
         self._in_turn: list[tuple[int, int]] = []  # (place of the point, -chunk), sorted
         self._next = 0  # index in `_in_turn` of the first chunk that is not due yet
         self.fired: list[int] = []  # this backward: chunks in order of completion
 
-    def begin(self, places: Mapping[T, int] | None) -> None:
+    def begin(self, places: Mapping[Touch, int] | None) -> None:
         """Begin a backward. places: the place of each touch in the trace. None: this kind of backward has no points."""
         # A trace that has changed is another object (`NextUse.places`): only then the points are looked up again.
         if places is not None and places is not self._places:
@@ -601,7 +596,7 @@ class ReductionOrder(Generic[T]):
             self._next += 1
         return [-chunk for _, chunk in self._in_turn[first : self._next]]
 
-    def adopt(self, points: Sequence[int], ranking: Sequence[int], touches: Collection[T]) -> None:
+    def adopt(self, points: Sequence[int], ranking: Sequence[int], touches: Collection[Touch]) -> None:
         """Adopt the points and the order that the ranks agreed on.
 
         points: for each chunk the number of touches before its last gradient on the slowest rank, -1 for none anywhere.
@@ -630,7 +625,7 @@ class ReductionOrder(Generic[T]):
         # order.
         return [places.get(chunk, len(self.chunks)) for chunk in self.chunks]
 
-    def _place_points(self, places: Mapping[T, int]) -> None:
+    def _place_points(self, places: Mapping[Touch, int]) -> None:
         """Look up the points in another trace. If it lacks one of them, the next backward records all points again."""
         self._places, self._in_turn = places, []
         if self.points is not None and all(touch in places for touch in self.points.values()):

@@ -54,8 +54,9 @@ class Simulation:
         self._facts: Sequence[ChunkFacts] = plan.packing.chunks
         self._optim_bytes = [chunk.home_bytes.get(Kind.OPTIM, 0) for chunk in plan.demand.chunks]
         self._uses = plan.use_order
-        chunk_of = {name: chunk.index for chunk in self._facts for name in chunk.names}
-        self._chunk_of = [chunk_of[weight.name] for weight in plan.spec.weights]
+        places = {name: (chunk.index, position) for chunk in self._facts for position, name in enumerate(chunk.names)}
+        self._place_of = [places[weight.name] for weight in plan.spec.weights]  # (chunk, position)
+        self._numel_of = {weight.name: weight.numel for weight in plan.spec.weights}
         self._num_updates = 0
         self._in_backward = False
         self._arriving_in: int | None = None  # the task in which a gradient arrives now
@@ -107,7 +108,7 @@ class Simulation:
         for chunk in self.gradients.of:
             self.payloads.release(chunk)
         for chunk, gradient in self.gradients.of.items():
-            if not gradient.got or gradient.is_used:
+            if not any(gradient.got) or gradient.is_used:
                 continue
             self.payloads.release(chunk)
             # A rank may hold no element of the weights that have a gradient. It updates nothing and restores a lent
@@ -115,7 +116,7 @@ class Simulation:
             if self._num_updated(chunk, gradient.got):
                 # The update writes the new weights into their home, so nothing is left to restore there.
                 self._update(chunk, self.homes.tier_of(chunk), self.homes.num_bytes(chunk))
-                self.homes.lent.discard(chunk)
+                self.homes.consumed(chunk)
             self.homes.restore(chunk)
             # Each rank holds the weights whole and has updated only its part.
             if self._facts[chunk].home_layout.world_size < self._facts[chunk].optim_layout.world_size:
@@ -139,7 +140,7 @@ class Simulation:
         # Gradients arrive in any case. If everything is resident, nothing else happens inside a pass.
         if moment.act is Act.GRADIENT:
             self._arriving_in = max(0, moment.task)
-            self.gradients.arrive(self._chunk_of[moment.which], moment.which)
+            self.gradients.arrive(*self._place_of[moment.which])
             self._arriving_in = None
         elif payloads.is_resident:
             return
@@ -159,10 +160,10 @@ class Simulation:
             payloads.unpin(self._uses[moment.which])
 
     def _read(self, moment: Moment) -> None:
-        chunk = self._chunk_of[moment.which]
+        chunk, _ = self._place_of[moment.which]
         # A payload whose home is the device is there already, unless the home holds the chunk's gradient.
         # As in a run, where a handle names the operator in whose forward the weight was saved.
-        if self.payloads.at_home[chunk] and chunk not in self.homes.lent:
+        if self.payloads.at_home[chunk] and not self.homes.is_lent(chunk):
             if self._plan.world_size == 1:
                 self.events.reach(moment.operator, Phase.BACKWARD)
                 self._note_use(chunk)
@@ -216,16 +217,15 @@ class Simulation:
 
     # -- an update
 
-    def _num_updated(self, chunk: int, weights: set[int]) -> int:
-        """The number of elements of the chunk that this rank updates: those of weights with a gradient."""
+    def _num_updated(self, chunk: int, have_gradient: bytearray) -> int:
+        """The number of elements of the chunk that this rank updates. have_gradient: by position of its weights."""
         facts = self._facts[chunk]
-        if len(weights) == len(facts.names):
+        if all(have_gradient):
             return facts.optim_layout.shard_numel
         # A layout of one rank, as at stage 0, is that of every rank and knows rank 0 only.
         rank = self._rank if facts.optim_layout.world_size > 1 else 0
-        rows = dict(zip(facts.names, facts.offsets, strict=True))
-        specs = [self._plan.spec.weights[weight] for weight in weights]
-        pieces = (facts.optim_layout.pieces(rank, rows[spec.name], spec.numel) for spec in specs)
+        rows = zip(facts.names, facts.offsets, have_gradient, strict=True)
+        pieces = (facts.optim_layout.pieces(rank, start, self._numel_of[name]) for name, start, has in rows if has)
         return sum(piece.numel for its in pieces for piece in its)
 
     def _use(self, chunk: int, gradient_bytes: int) -> None:

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from gemini.errors import UnsupportedError
+from gemini.placement.gradient_rules import Content
 from gemini.runtime.chunk import Chunk
 from gemini.runtime.grad_homes import GradMemory
-from gemini.runtime.gradient import ChunkGradient, Content, grad_of, set_grads
+from gemini.runtime.gradient import ChunkGradient, grad_of, set_grads
 
 # Getters as functions: `map` then reads the attribute of many gradients in C.
 _has_graph: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
@@ -99,7 +100,7 @@ class Arrivals:
 
         With create_graph=True (grad mode is on) it may not: the gradient is refused by the parameter's name.
         """
-        if torch.is_grad_enabled() or not (gradient.attached or self._may_wait(gradient, backward)):
+        if torch.is_grad_enabled() or not (gradient.attached or gradient.may_wait(backward)):
             return False
         if gradient.attached is not None:
             # Autograd has added to the home before this hook ran. It is not blank any more, even if this backward is
@@ -110,12 +111,6 @@ class Arrivals:
         self._await(gradient, max(1, gradient.expected - gradient.num_fired))
         self.begun.append(index)
         return True
-
-    def _may_wait(self, gradient: ChunkGradient, backward: int) -> bool:
-        if gradient.num_fired or gradient.is_open:
-            return False
-        # Else these gradients are added to the sum one by one, in autograd's order.
-        return not gradient.is_reduced or not (gradient.in_place or gradient.resumes(backward))
 
     def _await(self, gradient: ChunkGradient, count: int) -> None:
         """Expect `count` more gradients of the chunk."""
@@ -176,7 +171,7 @@ class Arrivals:
                     self.add(chunk, position, grad, backward)
                 return True
             # Zero the whole payload: this chunk has too many paddings to zero them one by one.
-            self._memory.open(gradient, backward, zero=True)
+            self._memory.open(gradient.index, backward, zero=True)
             torch._foreach_copy_(_at(positions, gradient.views), grads)
         gradient.note_all_fired(positions)
         return True
@@ -186,12 +181,12 @@ class Arrivals:
         if not gradient.all_trained:
             for position in positions:
                 _check_trained(gradient.chunk, position)
-        self._memory.open(gradient, backward)
+        self._memory.open(gradient.index, backward)
         if gradient.num_fired:  # they were read inside of this backward
             positions = [each for each in positions if not gradient.fired[each]]
         gradient.note_all_fired(positions)
 
-    def add(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> ChunkGradient:
+    def add(self, chunk: Chunk, position: int, grad: Tensor, backward: int) -> None:
         """Take a gradient that opens its chunk, comes in pieces, or is added to a sum.
 
         A reduction that is in the way is finished. Raises UnsupportedError for a parameter that was unfrozen after its
@@ -199,16 +194,13 @@ class Arrivals:
         """
         _check_trained(chunk, position)
         gradient = self._memory.gradients[chunk.index]
-        self._memory.open(gradient, backward)
+        self._memory.open(gradient.index, backward)
         view = gradient.views[position]
-        if gradient.fired[position]:
-            gradient.in_pieces = True
         if gradient.fired[position] or (gradient.content is Content.SUM and gradient.got[position]):
             view.add_(grad)
         else:
             view.copy_(grad)
         gradient.note_fired(position)
-        return gradient
 
     def attach_homes(self) -> None:
         """A step is over: let autograd add the gradients of the next one to their homes, where it may. Local."""

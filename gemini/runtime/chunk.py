@@ -136,7 +136,7 @@ class ParamState(Enum):
     GATHERED_BESIDE_GRAD: in a payload in a slot of the pool, while the home holds the reduced gradient. Once the slot
         is given up the parameters are in the fp32 master only.
 
-    [Note: Lent homes] in runtime/grad_homes.py says when a home holds the gradient.
+    [Note: Lent homes] in placement/gradient_rules.py says when a home holds the gradient.
     """
 
     RELEASED = "released"
@@ -561,7 +561,7 @@ class Chunk(ChunkHomes, ChunkUse):
 
     @property
     def holds_grad(self) -> bool:
-        """The parameter home holds the reduced gradient now, see runtime/grad_homes.py."""
+        """The parameter home holds the reduced gradient now, see [Note: Lent homes]."""
         return self.state is ParamState.HOLDS_GRAD or self.state is ParamState.GATHERED_BESIDE_GRAD
 
     def become(self, state: ParamState, slot: Slot | None = None, payload: Tensor | None = None) -> None:

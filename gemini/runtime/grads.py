@@ -14,15 +14,13 @@ from gemini.memory.memory import RankMemory
 from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked
 from gemini.memory.transfer import Region, Scratch, ready, wait_on_host
 from gemini.placement.demand import Demand, Kind, Placement, Tier
-from gemini.placement.next_use import NextUse
-from gemini.ranks.communicator import Communicator
+from gemini.placement.gradient_rules import GradientBooks, UnsyncedState
 from gemini.runtime.arrivals import Arrivals
 from gemini.runtime.binding import master_from_weights
 from gemini.runtime.calls import backward_runs
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.grad_homes import GradHomes, GradMemory
-from gemini.runtime.gradient import BLANK, ChunkGradient, UnsyncedState, set_grads
-from gemini.runtime.reduce import AccumulateAndReduce, AccumulateInPlace, Accumulation
+from gemini.runtime.gradient import BLANK, ChunkGradient, set_grads
 from optim import HALF_DTYPES
 
 # -- The memory that only training needs beside the weights: homes of gradients, and masters that weights can make.
@@ -191,12 +189,12 @@ class Leftovers:
             if not keeps(gradient, stays):
                 self._memory.discard(gradient)
                 gradient.note_leftovers(*after)
-                self._homes.restore(gradient.chunk)
+                self._homes.restore(gradient.index)
                 continue
             pairs = zip(gradient.chunk.parameters, stays, strict=True)
             self.clear(gradient, [managed for managed, does in pairs if not does])
             if gradient.is_open:
-                self._memory.close(gradient)
+                self._memory.close(gradient.index)
             gradient.outlive_step()
             gradient.note_leftovers(
                 *(
@@ -252,14 +250,14 @@ class Leftovers:
         for index, stays in stay.items():
             gradient = self._memory.gradients.get(index)
             if gradient is not None and gradient.chunk.holds_grad and keeps(gradient, stays):
-                self._homes.move_out(gradient.chunk)
+                self._homes.move_out(gradient.index)
 
     def rescale(self, factor: float) -> None:
         """Adapt gradients that have stayed to a loss scale that is `factor` times as large now."""
         for gradient in self._memory.gradients.values():
             if gradient.is_reduced:
                 # 16 bits may not hold the larger values.
-                self._homes.widen(gradient, gradient.first_backward)
+                self._homes.widen(gradient.index, gradient.first_backward)
         self.multiply(factor, {})
 
     def multiply(self, factor: float, but: Mapping[int, Sequence[bool]]) -> None:
@@ -332,7 +330,7 @@ class LeftGradients:
             if gradient.is_reduced:
                 # The copy comes first: `restore` writes the parameters over a gradient that lies in their home.
                 self._reduced[index] = _copy(gradient.reduced())
-                self._homes.restore(gradient.chunk)  # it may lie in a parameter home, which is about to move
+                self._homes.restore(gradient.index)  # it may lie in a parameter home, which is about to move
             if gradient.is_behind:
                 held = gradient.unsynced if gradient.unsynced_state is UnsyncedState.HELD else None
                 self._unsynced[index] = None if held is None else _copy(held)
@@ -372,8 +370,8 @@ def _copy(content: Region) -> Region:
 # -- The gradients of one model: from autograd into payloads, reduced over the ranks, at rest until a step uses them.
 #
 # The store knows which backward of which step runs. Its parts do the rest, and each is given what it needs when it is
-# made: `Arrivals` takes over what autograd made, an `Accumulation` makes one reduced gradient a step of it, `Leftovers`
-# decides what remains after a step, and `GradMemory` holds the memory of all of it.
+# made: `Arrivals` takes over what autograd made, `GradMemory` and `GradHomes` have the memory of all of it, and
+# `Leftovers` decides what remains after a step. `Reductions` makes one reduced gradient a step of it.
 
 
 NOT_ENDED = "a backward that updates weights, as update_in_backward=True says, did not end"
@@ -388,21 +386,15 @@ class GradStore:
         homes: GradHomes,
         scratch: Scratch,
         training: TrainingState,
-        communicator: Communicator,
-        next_use: NextUse,
-        stage: int,
+        *,
+        is_alone: bool,
     ) -> None:
-        """next_use: of the running pass; its touches are points that all ranks share."""
+        """is_alone: one rank, whose gradients are all there are."""
         self.memory = memory
         self.training = training
         self.homes = homes
         self.scratch = scratch
-        parts = memory, homes, scratch, communicator
-        self.accumulation: Accumulation
-        if communicator.world_size == 1:
-            self.accumulation = AccumulateInPlace(*parts)
-        else:
-            self.accumulation = AccumulateAndReduce(*parts, next_use, stage)
+        self.books = GradientBooks(memory.gradients, is_alone=is_alone)
         self.arrivals = Arrivals(memory)
         self.leftovers = Leftovers(memory, homes)
         self.num_backwards = 0  # since the last step
@@ -455,11 +447,10 @@ class GradStore:
         """The backward that came through a scaled loss is over. Local."""
         self.loss_is_scaled = False
 
-    def begin_backward(self, uses_up: bool) -> None:
-        """A backward has reached the model. Local. uses_up: it updates weights with its gradients."""
+    def begin_backward(self) -> None:
+        """A backward has reached the model. Local."""
         self.in_backward = True
         self.num_backwards += 1
-        self.accumulation.begin_backward(uses_up)
 
     @contextmanager
     def ending_backward(self) -> Iterator[None]:
@@ -475,7 +466,7 @@ class GradStore:
     @property
     def are_used(self) -> bool:
         """The backward has updated weights, and no step has followed yet."""
-        return self.accumulation.uses_up and any(gradient.is_used for gradient in self.memory.gradients.values())
+        return self.books.uses_up and any(gradient.is_used for gradient in self.memory.gradients.values())
 
     @property
     def are_any_left(self) -> bool:
@@ -488,7 +479,7 @@ class GradStore:
         what: was asked for, and needs the weights, or gradients, from before. chunk: only its weights count.
         """
         # Without the setting this is asked at every fetch.
-        if not self.accumulation.uses_up:
+        if not self.books.uses_up:
             return
         gradients = self.memory.gradients.values() if chunk is None else (self.find(chunk),)
         used = next((gradient for gradient in gradients if gradient is not None and gradient.is_used), None)
@@ -576,7 +567,7 @@ class GradStore:
         gradient.note_discarded(managed.position)
         self.leftovers.clear(gradient, [managed])
         # One rank: if it was the last gradient, the step starts over, and the next backward is its first.
-        if self.accumulation.knows_all and not self.leftovers.are_any():
+        if self.books.is_alone and not self.leftovers.are_any():
             self.end_step(Becomes.USED)
 
     def discard_all(self) -> None:
@@ -593,11 +584,12 @@ class GradStore:
         self.end_scaled_loss()
         self.num_forgotten += 1
         self.num_backwards = 0
-        # The order matters: `leftovers` decides which chunks still have unreduced sums, and `accumulation` looks at
+        # The order matters: `leftovers` decides which chunks still have unreduced sums, and `books` look at
         # these.
         self.leftovers.end_step(becomes, stay or {})
         self.has_zeros = becomes is Becomes.ZERO
-        self.accumulation.end_step(self.has_zeros)
+        self.books.end_step(has_zeros=self.has_zeros)
+        self.memory.drop_flight()
         # Attached homes become blank: autograd would add the next step's gradients to those that were just used.
         with untracked():
             self.arrivals.attach_homes()
@@ -651,7 +643,7 @@ class GradStore:
         for gradient in self.memory.gradients.values():
             gradient.expect_all()
         self._trains_fp16 = self._has_fp16()
-        self.accumulation.reset_order()
+        self.books.reset_order()
 
     def reset(self) -> None:
         """Drop all gradients after a failed step, and what ranks had agreed on about when to reduce which."""

@@ -128,10 +128,9 @@ class ChunkManager:
         scratch = Scratch(memory.device, demand.scratch_bytes)
         self.training = TrainingState(self.chunks, memory, grad_memory)
         self.training.follow(demand, placement, plan.infers)
-        next_use = self.params.next_use
-        self.grads = GradStore(grad_memory, homes, scratch, self.training, communicator, next_use, stage)
+        self.grads = GradStore(grad_memory, homes, scratch, self.training, is_alone=communicator.world_size == 1)
         self.recorder = Recorder(device, memory.device.ledger, communicator.position)
-        self.step = Step(self.chunks, self.params, self.grads, communicator, self.recorder)
+        self.step = Step(self.chunks, self.params, self.grads, communicator, self.recorder, stage)
 
     @property
     def trace(self) -> Trace:
@@ -177,7 +176,7 @@ class ChunkManager:
                     self._carry_out(before, self._migration(before, plan, left), is_way_back=True)
                     # Moving back made new `ChunkGradient`s: give them what the old ones knew.
                     for index, gradient in known.items():
-                        self.grads.of(self.chunks[index]).take_over(gradient)
+                        self.grads.of(self.chunks[index]).replace(gradient)
                     return error
                 # Tags have the new hash from here on, and not before: all that ranks have agreed on so far belongs to
                 # the old plan.

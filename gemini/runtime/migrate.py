@@ -207,7 +207,7 @@ class Migration:
             self._take_missing(chunk, homes, states)
             # What is known of gradients outlives their memory: zeros that wait, and gradients that come in pieces.
             if chunk.trainable and chunk.index in before:
-                self._grads.of(chunk).take_over(before[chunk.index])
+                self._grads.of(chunk).replace(before[chunk.index])
         # Gradients that stay may rest beside the plan, in memory that slots and buffers leave: these come first.
         if self._left.are_any:
             memory.slots.fill()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from operator import gt
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 from gemini.errors import GeminiError
 from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked
 from gemini.memory.transfer import Region, ready
-from gemini.observe import OpenMove
 from gemini.placement.demand import Kind
 from gemini.placement.gradient_rules import MAX_WAITING
 from gemini.placement.next_use import PassKind, Phase
@@ -21,209 +18,11 @@ from gemini.ranks.communicator import Communicator
 from gemini.runtime.arrivals import Waiting
 from gemini.runtime.calls import Call, Operator, Underway, backward_runs, other_thread
 from gemini.runtime.chunk import Chunk, ManagedParameter, ParamState
-from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.grads import GradStore
 from gemini.runtime.params import ParamStore, make_plain
 from gemini.runtime.recorder import Recorder
 from gemini.runtime.recovery import Failures
-
-# -- Gradients from the moment when all of a chunk's have come: they are reduced, and come to rest or are used up.
-#
-# The gradient store names what is to be reduced, and hands back each mean. What becomes of a mean is decided in one
-# place, `Reductions._rest`: where the backward updates weights (`update_in_backward`) the optimizer's update is called
-# with it, and else it rests until the step.
-
-
-class UpdatesInBackward(Protocol):
-    """What updates weights while the backward runs. All of it is local. It knows no step."""
-
-    def begin(self, grads: GradStore) -> None:
-        """A backward begins. Raises what a step would refuse, and GeminiError if there are gradients to add to."""
-
-    def takes(self, chunk: Chunk) -> bool:
-        """Whether it updates the whole chunk, and this rank alone."""
-
-    def use(self, gradient: ChunkGradient, reduced: Region) -> None:
-        """Update the chunk with its gradient, (optim_numel,) on the device, which is not needed any more."""
-
-
-class SumsInBackward(Protocol):
-    """What sums up gradients for the norm while the backward runs. All of it is local."""
-
-    def begin(self, gradient: ChunkGradient, backward: int) -> None:
-        """Begin to sum up a gradient of this backward that has come to rest on the host, or is on its way there."""
-
-
-USES_UP = "and update_in_backward=True uses them up at once: wrap the model without it"
-
-
-class Reductions:
-    """The reductions of one model's gradients, and what becomes of the means."""
-
-    def __init__(self, params: ParamStore, grads: GradStore, underway: Underway, failures: Failures) -> None:
-        self.updates: UpdatesInBackward | None = None  # None: all gradients rest until a step
-        self._sums: SumsInBackward | None = None
-        self._params = params
-        self._grads = grads
-        self._gradients = grads.memory.gradients
-        self._accumulation = grads.accumulation
-        self._arrivals = grads.arrivals
-        self._underway = underway
-        self._failures = failures
-
-    def serve(self, updates: UpdatesInBackward | None, sums: SumsInBackward | None) -> None:
-        """There is an optimizer, whose parts use gradients in the backward, or there is none any more. Local."""
-        self.updates, self._sums = updates, sums
-
-    def begin_backward(self) -> None:
-        """A backward has reached the model. Local. Raises BudgetError for the first one without an optimizer."""
-        # If this finds no memory, no backward has begun.
-        self._grads.begin_training()
-        if self.updates is not None:
-            self.updates.begin(self._grads)
-        self._grads.begin_backward(uses_up=self.updates is not None)
-
-    # -- gradients that arrive
-
-    def make_way(self, gradient: ChunkGradient) -> None:
-        """Finish a reduction that is in the way of opening the gradient. Local.
-
-        Without a free slot another gradient is spilled, and one that is being reduced cannot be. A piece may also come
-        while its own chunk is reduced, as with reentrant checkpointing.
-        """
-        if self._accumulation.is_in_the_way(gradient):
-            with untracked():
-                self._finish()
-
-    def reduce_arrived(self, gradient: ChunkGradient) -> None:
-        """Some of the chunk's gradients have come. Collective if that makes chunks complete whose turn it is."""
-        complete = self._accumulation.arrived(gradient)
-        if complete:
-            self._reduce(complete)
-
-    def collect(self, index: int, are_all: bool = True) -> None:
-        """Take over the gradients of chunk `index` that wait in `.grad`. are_all: no others will wait for now."""
-        if index in self._arrivals.begun:
-            gradient = self._gradients[index]
-            self.make_way(gradient)
-            if self._arrivals.collect(gradient, self._grads.num_backwards, are_all):
-                self.reduce_arrived(gradient)
-
-    def collect_all(self) -> None:
-        """Take over all waiting gradients: they are about to be read, reduced or discarded."""
-        # The loop has a copy, because `collect` removes chunks from the list.
-        for index in list(self._arrivals.begun):
-            self.collect(index)
-
-    # -- points at which gradients are reduced
-
-    def before_touch(self) -> None:
-        """Reduce what is due before a fetch: a point that all ranks share if backward gathers. Collective then."""
-        for index in self._accumulation.due():
-            # Gradients that wait in `.grad` are a part of what is reduced.
-            self.collect(index)
-            self._reduce((self._gradients[index],))
-
-    def end_backward(self) -> None:
-        """Reduce what is open on any rank, and agree on the points of the next backward. Collective."""
-        # Ranks are about to tell each other which gradients they have. Gradients that wait in `.grad` have set no flags
-        # so far.
-        self.collect_all()
-        backward = self._grads.num_backwards
-        with self._grads.ending_backward():
-            self._reduce(self._accumulation.left_in_order(), are_last=self._accumulation.uses_up)
-            self._reduce(self._accumulation.left_open(backward), are_last=True)
-            self._accumulation.end_backward(backward)
-
-    def catch_up(self) -> None:
-        """Do what was put off, before gradients are read or used. Collective if backwards ran under no_sync()."""
-        # Reductions come first: zeros are then written only for chunks without a gradient, by flags on which ranks have
-        # agreed.
-        if self._accumulation.awaits_reduction:
-            self._reduce(self._accumulation.left_unsynced(), are_last=True)
-        self._grads.write_zeros()
-
-    def _reduce(self, gradients: Iterable[ChunkGradient], are_last: bool = False) -> None:
-        """Reduce gradients, each before the next one is named. Collective. are_last: wait for all of them."""
-        backward = self._grads.num_backwards
-        with untracked():
-            for gradient in gradients:
-                self._finish()
-                at_once = self._accumulation.start(gradient, backward)
-                if at_once is not None:
-                    self._rest(*at_once)
-            if are_last:
-                self._finish()
-
-    def _finish(self) -> None:
-        """Finish the reduction in flight, if there is one. Local."""
-        in_flight = self._accumulation.in_flight()
-        if in_flight is not None:
-            self._rest(*in_flight)
-
-    # -- what becomes of a mean
-
-    def _rest(self, gradient: ChunkGradient, mean: Callable[[], Region], backward: int, moving: OpenMove) -> None:
-        """Let the backward update the weights with a mean, or let it come to rest for the step.
-
-        Local, but at stage 0, where means are gathered. The arguments are those of a `Reduction`.
-        """
-        with moving:
-            reduced = mean()
-            if self.updates is not None and self._may_use(self.updates, gradient):
-                self._use(self.updates, gradient, reduced)
-            elif self._grads.homes.merge(gradient, reduced, backward) and self._sums is not None:
-                self._sums.begin(gradient, backward)
-            self._grads.memory.close(gradient)
-
-    def _use(self, updates: UpdatesInBackward, gradient: ChunkGradient, reduced: Region) -> None:
-        chunk, binding = gradient.chunk, self._params.binding
-        with self._failures.tearing(), torch.no_grad():
-            binding.write_back(chunk)
-            binding.snapshots.drop(chunk)
-            self._params.before_update(chunk)
-            gradient.note_used()
-            updates.use(gradient, reduced)
-
-    def _may_use(self, updates: UpdatesInBackward, gradient: ChunkGradient) -> bool:
-        """Whether the backward may update the chunk now: its gradient is whole, and nothing needs the old weights.
-
-        Where it may not, the gradient rests as without the setting, in memory that no plan has counted. Raises
-        GeminiError for a gradient of weights that were updated with another part.
-        """
-        chunk = gradient.chunk
-        if gradient.is_used:
-            raise GeminiError(
-                f"a second gradient came in one backward to {chunk.names()}, after these weights were updated. "
-                "Reentrant checkpointing makes such gradients: use checkpoint(..., use_reentrant=False), or wrap the "
-                "model without update_in_backward=True"
-            )
-        # The node that made the gradient is over, and holds its chunks no longer.
-        self._underway.follow_node()
-        if not updates.takes(chunk):
-            return False
-        # Others are to be added to a gradient at rest. A chunk in use must keep its weights.
-        if gradient.is_reduced or gradient.is_behind or self._params.rules.is_in_use(chunk.index):
-            return False
-        # Weights whose gradients have not come may still be needed. What gets no gradient may have a zero to move by.
-        if gradient.is_alone:
-            is_over = not self._grads.in_backward and not any(map(gt, gradient.got, gradient.fired))
-            return gradient.is_whole or is_over
-        # All ranks must use it up or none: a slot that leaves decides about collectives. So what counts is whether the
-        # chunk has come whole on all ranks so far.
-        if gradient.came_in_part or chunk.is_chosen:
-            return False
-        if not gradient.is_whole:
-            # Other ranks may have all of it, and use it up, which the end of the backward tells. Until then slots must
-            # be alike on all ranks: they decide about collectives.
-            self._params.before_update(chunk)
-        return gradient.is_whole
-
-    def refuse_gift(self, name: str) -> None:
-        """Raises GeminiError for a gradient that a user sets, of the parameter of this name, where none would wait."""
-        if self.updates is not None:
-            raise GeminiError(f"the gradient of {name!r} cannot be set: none waits for the step, {USES_UP}")
-
+from gemini.runtime.reduce import Reductions
 
 # -- What a fetch does to both stores: a chunk's payload comes into a slot, and gradients make way for it.
 #
@@ -250,7 +49,7 @@ class Payloads:
         self.is_resident = self._never_leave = self._rules.is_resident  # between forward and update
         # Where no payload leaves, backward launches no gathers. Fetches are then no points that ranks share for
         # reductions.
-        self.grads.accumulation.note_placement(self.is_resident)
+        self._reductions.note_placement(self.is_resident)
 
     def begin_pass(self) -> None:
         """Take the room that a pass needs, and decide whether its operators find all payloads in place."""
@@ -289,7 +88,7 @@ class Payloads:
         # The home holds the gradient, which a fetch would show, or send to other ranks, as weights.
         if chunk.state is ParamState.HOLDS_GRAD:
             self.restore_parameters(chunk)
-        if self.grads.accumulation.uses_up:
+        if self.grads.books.uses_up:
             self.grads.refuse_reuse(chunk)
         if chunk.state is ParamState.RESIDENT:
             self.note_use(chunk)
@@ -347,7 +146,7 @@ class Payloads:
 
     def restore_parameters(self, chunk: Chunk) -> None:
         """Move a gradient out of the home of parameters that are needed before the step. Local."""
-        self.grads.homes.move_out(chunk)
+        self.grads.homes.move_out(chunk.index)
 
 
 # -- A backward from the side of its nodes: they fetch what they read, and gradients leave them for their chunks.
@@ -462,11 +261,11 @@ class Backward:
                 gradient.note_fired(position)
             else:
                 if gradient is not None:
-                    self._reductions.make_way(gradient)
+                    self._reductions.make_way(index)
                 with torch.no_grad():
                     # A frozen chunk has no gradient: `add` says which parameter was unfrozen too late.
-                    gradient = self._arrivals.add(self._chunks[index], position, grad, self._grads.num_backwards)
-            self._reductions.reduce_arrived(gradient)
+                    self._arrivals.add(self._chunks[index], position, grad, self._grads.num_backwards)
+            self._reductions.arrived(index)
         except BaseException as error:
             self._communicator.publish(error)
             raise
@@ -535,6 +334,7 @@ class Step:
         grads: GradStore,
         communicator: Communicator,
         recorder: Recorder,
+        stage: int,
     ) -> None:
         self.chunks = list(chunks)
         self.params = params
@@ -545,7 +345,7 @@ class Step:
         self._underway = Underway(params.rules)
         self.calls = self._underway.calls
         self.failures = Failures(self._underway, params, grads, communicator)
-        self.reductions = Reductions(params, grads, self._underway, self.failures)
+        self.reductions = Reductions(params, grads, self._underway, self.failures, stage)
         self.payloads = Payloads(self.chunks, params, grads, self.reductions)
         self.recorder = recorder
         self.backward = Backward(self.chunks, self.payloads, self.reductions, self._underway, communicator, recorder)

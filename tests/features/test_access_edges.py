@@ -223,9 +223,9 @@ def test_an_edit_that_was_undone_leaves_nothing_where_it_was_brought_home_meanwh
 def test_a_backward_that_fails_at_its_end_leaves_no_gradient() -> None:
     model = wrapped()
     optimizer = ShardedOptimizer(model, adam(model.parameters()))
-    accumulation = type(model.chunk_manager.grads.accumulation)
+    reductions = type(model.chunk_manager.step.reductions)
     refused = BudgetError("no room for a sum", tier="host")
-    with mock.patch.object(accumulation, "end_backward", side_effect=refused), pytest.raises(BudgetError):
+    with mock.patch.object(reductions, "_end", side_effect=refused), pytest.raises(BudgetError):
         loss_of(model).backward()
     with pytest.warns(UserWarning, match="a backward ended with an exception"):
         optimizer.step()

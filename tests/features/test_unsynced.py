@@ -62,7 +62,7 @@ def _reads(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
 
 
 def _gets(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-    if model.chunk_manager.grads.accumulation.awaits_reduction:
+    if model.chunk_manager.grads.books.awaits_reduction:
         with pytest.raises(GeminiError, match=r"no_sync\(\).*safe_get_full_grad"):  # it launches nothing
             safe_get_local_grad(model.layers[1].weight)
     for parameter in model.parameters():

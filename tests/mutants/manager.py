@@ -294,7 +294,7 @@ MUTANTS = [
     Mutant(
         "zeros of zero_grad are forgotten when memory moves",
         "Migration.carry_out",
-        "self._grads.of(chunk).take_over(before[chunk.index])",
+        "self._grads.of(chunk).replace(before[chunk.index])",
         "pass",
         "tests/features/test_offload_states.py::test_zeros_of_zero_grad_are_there_after_states_were_offloaded[1rank]",
     ),
@@ -315,8 +315,8 @@ MUTANTS = [
     Mutant(
         "gradients of a model that only infers have memory",
         "ChunkManager.__init__",
-        "next_use = self.params.next_use",
-        "self.training.allocate()\nnext_use = self.params.next_use",
+        "self.training.follow(demand, placement, plan.infers)",
+        "self.training.follow(demand, placement, plan.infers)\nself.training.allocate()",
         "tests/features/test_inference_memory.py::test_a_model_that_only_infers_costs_two_bytes_a_parameter",
     ),
     Mutant(

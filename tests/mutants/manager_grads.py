@@ -12,12 +12,12 @@ MUTANTS = [
     ),
     Mutant(
         "tiles of a second micro-batch replace the first one's sum",
-        "AccumulateAndReduce._reduce_in_tiles",
+        "Reductions._reduce_in_tiles",
         "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), travel=chunk.travel_dtype, "
-        "rest=chunk.gradient_dtype, replaces=is_first, homes=self._homes, scratch=self._scratch, "
+        "rest=chunk.gradient_dtype, replaces=is_first, homes=self._grads.homes, scratch=self._scratch, "
         "communicator=self._communicator)",
         "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), travel=chunk.travel_dtype, "
-        "rest=chunk.gradient_dtype, replaces=True, homes=self._homes, scratch=self._scratch, "
+        "rest=chunk.gradient_dtype, replaces=True, homes=self._grads.homes, scratch=self._scratch, "
         "communicator=self._communicator)",
         "tests/features/test_tiled_exchanges.py::test_tiles_change_no_bit",
     ),
@@ -114,7 +114,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters without a gradient get positive zeros where autograd adds",
-        "GradMemory.rest_in_place",
+        "GradMemory._zero_rest_of_home",
         "gradient.content is Content.ZERO",
         "False",
         "tests/features/test_attached_gradients.py",
@@ -135,7 +135,7 @@ MUTANTS = [
     ),
     Mutant(
         "a slot for many small gradients keeps what it held",
-        "GradMemory.open",
+        "GradMemory._open_in_slot",
         "payload.flat.zero_()",
         "",
         "tests/features/test_small_parameters_that_stay.py",
@@ -149,8 +149,8 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient waits although it is added to what an earlier micro-batch has left",
-        "Arrivals._may_wait",
-        "return not gradient.is_reduced or not (gradient.in_place or gradient.resumes(backward))",
+        "Gradient.may_wait",
+        "return not self.is_reduced or not (self.in_place or self.resumes(backward))",
         "return True",
         "tests/features/test_small_parameters.py",
     ),
@@ -170,7 +170,7 @@ MUTANTS = [
     ),
     Mutant(
         "pieces of a gradient are added to the sum of micro-batches one by one",
-        "AccumulateInPlace.arrived",
+        "GradientRules.arrived",
         "not gradient.in_pieces",
         "True",
         HALF,
@@ -184,8 +184,8 @@ MUTANTS = [
     ),
     Mutant(
         "the slot that a reduction reads is not waited for",
-        "AccumulateAndReduce.is_in_the_way",
-        "(gradient.payload is None and self._memory.lacks_slot(gradient))",
+        "GradientRules.make_way",
+        "(is_out and self._slots.lacks_slot(chunk))",
         "False",
         f"{TWO_RANKS}[llama]",
     ),
@@ -205,8 +205,8 @@ MUTANTS = [
     ),
     Mutant(
         "a rank without a gradient leaves its place in the order",
-        "AccumulateAndReduce.left_in_order",
-        "self._order.order[self._next_in_order :]",
+        "GradientRules._end",
+        "order.order[books.next_in_order :]",
         "()",
         PAIRS,
     ),
@@ -219,7 +219,7 @@ MUTANTS = [
     ),
     Mutant(
         "each rank knows of its own gradients only",
-        "AccumulateAndReduce._the_rest",
+        "Reductions._open_on_any_rank",
         "gradient.note_agreed(agreed[start:end])",
         "gradient.note_agreed(gradient.got)",
         "tests/features/test_gradients.py::test_a_parameter_without_a_gradient_on_any_rank_has_none_on_every_rank",
@@ -233,49 +233,49 @@ MUTANTS = [
     ),
     Mutant(
         "weights are not made anew where a gradient was",
-        "GradHomes.restore",
+        "GradHomes._remake",
         "round_master_(ready(part), ready(master))",
         "pass",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
     Mutant(
         "a gradient stays behind in a home that is taken back",
-        "GradHomes.move_out",
-        "self.transfer.copy(gradient.shard, lent)",
+        "GradHomes._copy_out",
+        "self.transfer.copy(gradient.shard, gradient.chunk.lendable())",
         "",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
     Mutant(
         "a home is lent under a view",
         "GradHomes._release_resident",
-        "not self._params.slots.nobody_holds(self._resident[chunk.index])",
+        "not self._params.slots.nobody_holds(self._resident[chunk])",
         "False",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
     Mutant(
         "a kept slot is not left for its gradient",
-        "GradHomes.before_reduction",
-        "self._params.slots.release(chunk)",
+        "GradHomes._release_slot",
+        "self._params.slots.release(self._chunks[chunk])",
         "pass",
         f"{HALF}::test_fp16_takes_two_bytes_a_parameter_less_and_bf16_fourteen_either_way",
     ),
     Mutant(
         "gradients travel as they are",
-        "AccumulateAndReduce._launch",
+        "Reductions._launch",
         "chunk.travel_dtype is not chunk.dtype",
         "False",
         f"{HALF}::test_half_precision_has_the_bits_of_a_plain_module_with_masters[2ranks-chain-bfloat16-tensor-1]",
     ),
     Mutant(
         "experts' gradients are expected as they came last time",
-        "AccumulateAndReduce.end_backward",
-        "backward == 1 and not gradient.chunk.is_chosen",
-        "backward == 1",
+        "GradientRules._end",
+        "if not gradient.is_chosen:",
+        "if True:",
         "tests/dist/test_parity.py::test_experts_that_only_some_ranks_use_are_added_up_in_rank_order",
     ),
     Mutant(
         "kernels write to a slot that a copy still reads",
-        "GradMemory.open",
+        "GradMemory._open_in_slot",
         "wait_on_stream(payload)",
         "",
         "tests/features/test_late_copies.py",
@@ -304,7 +304,7 @@ MUTANTS = [
     Mutant(
         "a parameter home moves with the gradient that it was lent to",
         "LeftGradients.set_aside",
-        "self._homes.restore(gradient.chunk)",
+        "self._homes.restore(gradient.index)",
         "pass",
         "tests/features/test_leftovers.py::test_gradients_of_another_optimizer_outlive_a_change_of_plan",
     ),

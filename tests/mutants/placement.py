@@ -301,9 +301,9 @@ MUTANTS = [
     ),
     Mutant(
         "a backward beside the model's moves the points of reduction",
-        "AccumulateAndReduce.begin_backward",
-        "next_use.places if next_use.kind is PassKind.TRAINING else None",
-        "next_use.places",
+        "GradientRules._begin",
+        "self._next_use.places if self._next_use.kind is PassKind.TRAINING else None",
+        "self._next_use.places",
         "tests/features/test_trace.py::test_a_second_backward_and_a_loss_beside_the_model_shift_nothing",
     ),
     Mutant(
