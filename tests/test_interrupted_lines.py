@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from gemini import GatheredParameters, GeminiError, ShardedModel, ShardedOptimizer
 from gemini.memory.memory import EmulatedTier
 from gemini.memory.slot import Slot
 from gemini.memory.tier import Ledger, MemoryTier
-from gemini.runtime.grads import GradStore
 from gemini.runtime.manager import ChunkManager
 from tests.zoo import mlp
 
@@ -138,20 +138,78 @@ def test_ctrl_c_before_a_line_between_steps_holds_no_slot_and_changes_no_bit(use
     mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
 
 
-@pytest.mark.parametrize("place", ["smallest", "cuda"])
-def test_ctrl_c_behind_an_update_leaves_no_gradient_to_the_next_step(place: str) -> None:
-    """A step leaves None for gradients, so this loop calls `zero_grad` nowhere."""
-    model, optimizer = mlp.sharded(place)
-    reference, its = mlp.plain()
-    mlp.train_step(reference, its, 0)
-    mlp.loss_of(model, 0).backward()
-    lines = _lines(optimizer.step, ("",))
-    behind = lines[min(lines.index(line) for line in _lines_of(GradStore.end_step) if line in lines) :]
-    for number, line in enumerate(behind, 1):
-        mlp.train_step(reference, its, number)
+@pytest.mark.parametrize(
+    ("place", "every"),
+    [
+        ("smallest", 29),
+        ("cuda", 7),
+        *(pytest.param(place, 1, marks=pytest.mark.soak) for place in ("smallest", "cuda")),
+    ],
+)
+def test_after_ctrl_c_in_a_step_the_weights_are_from_before_or_behind_it_or_the_model_says_that_it_is_torn(
+    place: str, every: int
+) -> None:
+    """A step leaves None for gradients, so a loop that goes on calls `zero_grad` nowhere but behind an interrupt."""
+
+    def trained() -> tuple[tuple[ShardedModel, ShardedOptimizer], tuple[nn.Module, torch.optim.Optimizer]]:
+        pairs = mlp.sharded(place), mlp.plain()
+        for pair in pairs:
+            mlp.train_step(*pair, 0)
+        return pairs
+
+    (model, optimizer), (reference, its) = trained()
+    mlp.loss_of(model, 1).backward()
+    lines = _lines(optimizer.step, ("",))[::every]
+    mlp.train_step(reference, its, 1)
+    ends = {"before": 0, "behind": 0, "torn": 0}
+    for number, line in enumerate(lines, 2):
         mlp.loss_of(model, number).backward()
         with suppress(KeyboardInterrupt), Trace(line):
             optimizer.step()
+        torch.set_grad_enabled(True)  # torch may have been leaving one of its own modes
+        try:
+            weights = mlp.weights_of(model)
+        except GeminiError as error:
+            if "failed half way" not in str(error):
+                raise
+            with pytest.raises(GeminiError, match="failed half way"):
+                model(mlp.inputs(1))
+            model.close()
+            ends["torn"] += 1
+            (model, optimizer), (reference, its) = trained()
+            continue
+        before = mlp.weights_of(reference)
+        is_before = all(torch.equal(weights[name], before[name]) for name in before)
+        ends["before" if is_before else "behind"] += 1
+        if is_before:
+            optimizer.zero_grad()
+        else:
+            mlp.train_step(reference, its, number)
+        mlp.assert_same(weights, mlp.weights_of(reference))
+        losses = [mlp.train_step(*pair, number) for pair in ((model, optimizer), (reference, its))]
+        assert torch.equal(*losses), line
+    mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+    assert all(ends.values()), ends
+
+
+@pytest.mark.filterwarnings("ignore:discarding gradients ended with an exception")
+@pytest.mark.parametrize("place", ["smallest", "cuda"])
+def test_after_ctrl_c_in_zero_grad_all_gradients_are_left_or_none(place: str) -> None:
+    model, optimizer = mlp.sharded(place)
+    reference, its = mlp.plain()
+    mlp.train_step(model, optimizer, 0)
+    mlp.train_step(reference, its, 0)
+    mlp.loss_of(model, 1).backward()
+    for number, line in enumerate(_lines(optimizer.zero_grad, ("runtime/grad",)), 1):
+        mlp.loss_of(model, number).backward()
+        with suppress(KeyboardInterrupt), Trace(line):
+            optimizer.zero_grad()
+        left = [parameter.grad is not None for parameter in model.parameters()]
+        assert any(left) == all(left), line
+        if any(left):
+            mlp.loss_of(reference, number).backward()
+        for pair in ((model, optimizer), (reference, its)):
+            mlp.train_step(*pair, number)
         mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
 
 

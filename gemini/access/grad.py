@@ -122,8 +122,8 @@ def has_gradient(link: HasGradient) -> bool:
     a backward whose gradients await their reduction.
     """
     managed, gradients = link.managed, link.step.grads
-    # The backward may have ended with an exception, which the script has caught.
-    if gradients.in_backward:
+    # The backward, or what has discarded gradients, may have ended with an exception, which the script has caught.
+    if gradients.in_backward or gradients.is_ending:
         link.step.failures.find()
     if not gradients.in_backward:
         with link.step.publishing():

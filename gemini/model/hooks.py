@@ -184,8 +184,8 @@ class _AroundOperator:
         with unseen():
             # The user has changed `requires_grad` and calls this module outside of the model's forward.
             if self._trainability.flags_raised:
-                self._trainability.apply_outside(module)
-            call = self._step.enter_operator(module, operator)
+                self._trainability.apply_outside()
+            call = self._step.enter_operator(operator)
         if self._step.calls.depth() == 1:
             _watch(call)
         # From here on the other ranks would wait for this one in a gather: publish a failure to them.
@@ -235,7 +235,7 @@ class _AroundRoot:
         self._operators.keep_last(module)
         step = self._step
         with unseen():
-            call, begins = step.enter_forward(module)
+            call, begins = step.enter_forward()
             if step.calls.depth() == 1:
                 _watch(call)
             # The outermost call begins a forward. Another plan may come into force here, before anything is fetched.

@@ -615,14 +615,15 @@ class OptimizerStep:
         if bad is not None and not was_used:
             skipped = bad
             warn_at_script(f"step {number} skipped on all ranks: the gradient of {skipped!r} is not finite")
+            step.grads.end_step(Becomes.USED, ungrouped)
         else:
             if max_norm is not None:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
             with step.failures.tearing():
-                step.grads.note_end(Becomes.USED, ungrouped)
                 self._updates.update(left, factors, step.payloads)
-            states.note_step()
-        step.grads.end_step(Becomes.USED, ungrouped)
+                states.note_step()
+                # Gradients that an update has used must not be there for another one.
+                step.grads.end_step(Becomes.USED, ungrouped)
         if self._in_backward is not None:
             self._in_backward.sums.discard_sums()
         scale = self._scaling.value

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gemini.memory.disk import DiskTier
 from gemini.memory.modes import uncollected
@@ -111,10 +111,10 @@ class Trainability:
         raised.clear()
         self._note_graphs()
 
-    def apply_outside(self, module: nn.Module | None = None) -> None:
+    def apply_outside(self) -> None:
         """A flag was raised: call `apply_unfrozen` if a graph is about to be built outside the model's forward.
 
-        module: the module whose call is about to begin. Collective if something was unfrozen.
+        Collective if something was unfrozen.
         """
         step = self._step
         # Inside the model's forward memory has followed the flags already.
@@ -122,7 +122,7 @@ class Trainability:
             return
         with step.publishing():
             # A forward that failed unseen still counts as a running call, so it is found before calls are counted.
-            step.failures.find(module)
+            step.failures.find()
             if step.calls.by_thread or step.is_recomputing():
                 return
             step.failures.recover()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import get_ident
@@ -130,8 +130,8 @@ def _put(hooks: _Hooks, name: str, key: int, hook: Callable[..., Any]) -> None:
 # [Note: Ended calls] torch runs no forward hook of a call that ended with a KeyboardInterrupt: even hooks registered
 # with always_call=True run after an `Exception` only. What a pre-hook began for such a call must therefore be ended
 # elsewhere. `ShardedModel.forward` does so at once. For a call that the user made directly (`model.module(x)`,
-# `model.generate(...)`), the next use of the model does: it finds that the call's frame is on no thread's stack any
-# more.
+# `model.generate(...)`), the next use of the model does: the outermost call of a thread keeps its frame, which tells
+# whether it still runs.
 
 
 _SavedTensorHooks = torch.autograd.graph.saved_tensors_hooks
@@ -157,11 +157,12 @@ class Operator:
 class Call:
     """A call of the model (`operator` is None) or of an operator, and what is in force until it ends."""
 
-    __slots__ = ("caches_autocast", "hooks", "lifted", "module", "operator", "pinned", "watch")
+    __slots__ = ("caches_autocast", "frame", "hooks", "lifted", "operator", "pinned", "watch")
 
-    def __init__(self, module: nn.Module, operator: Operator | None) -> None:
-        self.module = module
+    def __init__(self, operator: Operator | None, frame: FrameType | None = None) -> None:
+        """frame: of the call, if it is a thread's outermost one."""
         self.operator = operator
+        self.frame = frame
         self.pinned: list[Chunk] = []
         self.hooks: _SavedTensorHooks | None = None  # saved-tensor hooks that were pushed for this call
         self.lifted: OperatorHooks | None = None  # operators' hooks that were lifted for this call
@@ -231,20 +232,21 @@ class Calls:
         """Number of nested calls in this thread."""
         return len(self.by_thread.get(get_ident(), ()))
 
-    def enter(self, module: nn.Module, operator: Operator | None, recomputes: bool) -> Call:
+    def enter(self, operator: Operator | None, recomputes: bool) -> Call:
         """Begin a call. Raises GeminiError, before anything has begun, while another thread is inside one.
 
         recomputes: the call runs inside a backward, which has threads of its own.
         """
         thread = get_ident()
-        call = Call(module, operator)
         calls = self.by_thread.get(thread)
         if calls is not None:
+            call = Call(operator)
             calls.append(call)
         # Pins and positions are the model's, not a thread's: two forwards at once would mix them.
         elif self.by_thread and not recomputes:
             raise other_thread("a forward")
         else:
+            call = Call(operator, _frame_of_call())
             self.by_thread[thread] = [call]
         return call
 
@@ -296,24 +298,31 @@ class Calls:
         else:
             del self.by_thread[thread]
 
-    def still_run(self, entering: nn.Module | None = None) -> bool:
-        """Whether some thread's outermost call is still on its stack. See [Note: Ended calls].
+    def still_run(self) -> bool:
+        """Whether some thread's outermost call still runs. See [Note: Ended calls]."""
+        # Other threads may begin or end calls meanwhile: the loop has a copy. Calls inside of the outermost one end
+        # before it.
+        return any(_runs(calls[0].frame) for calls in list(self.by_thread.values()))
 
-        entering: the module of a call that is on this thread's stack, but not entered yet.
-        """
-        here = get_ident()
-        frames = _frames()
-        # Other threads may begin or end calls meanwhile: the loop has a copy. A thread that has ended has no frame any
-        # more.
-        for thread, calls in list(self.by_thread.items()):
-            # Only the outermost call is looked for, because those inside of it end before it.
-            module, operator = calls[0].module, calls[0].operator
-            # A module may call itself: compare the number of its frames with the number of its calls.
-            entered = sum(call.module is module and call.operator is operator for call in calls)
-            entered += thread == here and entering is module
-            if thread in frames and _num_calls(walk_stack(frames[thread]), module) >= entered:
-                return True
+
+def _frame_of_call() -> FrameType | None:
+    """The frame of the module's call whose pre-hook is asking."""
+    frame: FrameType | None = sys._getframe(2)
+    # Every call of a module passes through a function of this name: torch's own, or that of `CompiledCall`.
+    while frame is not None and frame.f_code.co_name != "_call_impl":
+        frame = frame.f_back
+    return frame
+
+
+def _runs(frame: FrameType | None) -> bool:
+    """Whether a function is not over. If it is, its locals are dropped, among them what it was called with."""
+    if frame is None:
         return False
+    try:
+        frame.clear()
+    except RuntimeError:  # it cannot be cleared while it runs, in whichever thread
+        return True
+    return False
 
 
 def _remove(hooks: _SavedTensorHooks) -> None:
@@ -335,18 +344,12 @@ def _remove(hooks: _SavedTensorHooks) -> None:
 
 def backward_runs() -> bool:
     """Whether some thread has called a backward, of whatever graph, that still runs."""
-    stacks = map(walk_stack, _frames().values())
+    frames = sys._current_frames()
+    # Our own frame in this dict would be a cycle, which keeps what our callers refer to, such as whole graphs.
+    frames[get_ident()] = sys._getframe(1)
+    stacks = map(walk_stack, frames.values())
     # `backward()` and `autograd.grad()` both run autograd's engine inside this function of torch.
     return any(frame.f_code.co_name == "_engine_run_backward" for stack in stacks for frame, _ in stack)
-
-
-def _frames() -> dict[int, FrameType]:
-    """The innermost frame of every thread by its number; of this thread, the frame that called our caller."""
-    frames = sys._current_frames()
-    # Our caller keeps this dict in a variable. With its own frame in it that would be a cycle, which keeps what the
-    # frames of its callers refer to, such as whole graphs, until the collector of cycles comes by.
-    frames[get_ident()] = sys._getframe(2)
-    return frames
 
 
 def other_thread(what: str) -> GeminiError:
@@ -355,13 +358,6 @@ def other_thread(what: str) -> GeminiError:
         f"another thread is inside {what} of this model: threads that share a model take turns. Hold a lock from "
         "forward to step(), or give each thread a model of its own"
     )
-
-
-def _num_calls(stack: Iterable[tuple[FrameType, int]], module: nn.Module) -> int:
-    """The number of calls of `module(...)` on a thread's stack."""
-    # Every call of a module passes through a function of this name: torch's own, or that of `CompiledCall`.
-    calls = (frame for frame, _ in stack if frame.f_code.co_name == "_call_impl")
-    return sum(frame.f_locals.get("self") is module for frame in calls)
 
 
 # -- Tracks what is under way in a model at this moment, and the pins that it holds. See [Note: Pins] in step.py.

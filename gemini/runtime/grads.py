@@ -402,7 +402,7 @@ class GradStore:
         self.num_forgotten = 0  # how often `num_backwards` became 0: a `.grad` from before is stale
         self.num_failed = 0  # how often a failed step was the reason
         self.in_backward = False
-        self._ending: tuple[Becomes, Mapping[int, Sequence[bool]]] | None = None  # what `end_step` is in the middle of
+        self.is_ending = False  # an exception, such as an interrupt, has left `end_step` half way
         self.expects_scaled_loss = False
         self.loss_is_scaled = False  # the running backward came through a scaled loss
         self._trains_fp16 = self._has_fp16()
@@ -579,7 +579,7 @@ class GradStore:
 
         stay: which gradients stay, by chunk index, then by position.
         """
-        self.note_end(becomes, stay or {})
+        self.is_ending = True
         self.arrivals.drop()
         self.end_scaled_loss()
         self.num_forgotten += 1
@@ -593,16 +593,7 @@ class GradStore:
         # Attached homes become blank: autograd would add the next step's gradients to those that were just used.
         with untracked():
             self.arrivals.attach_homes()
-        self._ending = None  # last: after an interrupt above `finish_end` does it all again
-
-    def note_end(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
-        """`end_step` will be called with these arguments, also if an interrupt comes before. Local."""
-        self._ending = becomes, stay
-
-    def finish_end(self) -> None:
-        """Complete an interrupted `end_step`: gradients that it left would be added to the next ones. Local."""
-        if self._ending is not None:
-            self.end_step(*self._ending)
+        self.is_ending = False
 
     # -- memory, and which chunks have gradients
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from gemini.errors import GeminiError, UpdatedInBackwardError, closed, torn
 from gemini.log import warn_at_script
@@ -108,36 +107,34 @@ class Failures:
         try:
             yield
         except BaseException as error:
-            # An interrupt inside `end_forward` may leave `in_step` set although no call runs any more.
-            interrupted = calls.end_above(depth) or (self._params.in_step and not calls.by_thread)
-            # Inside a backward it is the backward that has failed, which `find` drops once it no longer runs.
-            if interrupted and _graph_task_id() == -1:
+            # Inside a backward it is the backward that has failed. `find` drops what has, once it no longer runs.
+            if calls.end_above(depth) and _graph_task_id() == -1:
                 self._communicator.publish(error)
-                if not calls.by_thread:
-                    self._drop_forward()
                 # The exit of a torch.no_grad() may have been interrupted.
                 torch.set_grad_enabled(builds_graph)
             raise
 
-    def find(self, entering: nn.Module | None = None) -> None:
-        """Find a forward or backward that ended with an exception which the script caught. See [Note: Ended calls].
-
-        entering: the module of a call that is about to be entered.
-        """
+    def find(self) -> None:
+        """Find a forward or backward that ended with an exception which the script caught. See [Note: Ended calls]."""
         calls = self._underway.calls
         # Nothing can be dropped inside a backward: its nodes use the slots.
         if _graph_task_id() != -1:
             return
-        if (calls.by_thread or self._params.in_step) and not calls.still_run(entering):
+        if (calls.by_thread or self._params.in_step) and not calls.still_run():
             calls.end_all()
             self._communicator.publish(_caught("forward"))
-            self._drop_forward()
+            # Several ranks start together, in `recover`.
+            if self._communicator.watch is None:
+                self._has_failed = self._is_disturbed = True
+                self._communicator.position.reset()
         # Inside an `except` block: a function whose frame is in the traceback alone is over.
         clear_our_frames()
         is_disturbed = self._is_disturbed or self._underway.has_lost_touch
         if is_disturbed and not (calls.by_thread or self._grads.in_backward or self._underway.is_touched):
             # No code of ours runs now, so slots, pins and classes can be put back to what they are between two uses.
-            self._grads.finish_end()
+            if self._grads.is_ending:
+                warn_at_script(f"discarding gradients ended with an exception: {_DROPPED}")
+                self._grads.reset()
             self._underway.forget_forward()
             self._params.reset()
             self._is_disturbed = False  # last: what is interrupted in here is done again
@@ -148,19 +145,6 @@ class Failures:
                 if not self._grads.are_used:
                     warn_at_script(f"a backward ended with an exception: {_DROPPED}")
                 self.abandon()
-
-    def _drop_forward(self) -> None:
-        """Drop a forward that no hook ended, on one rank: an interrupt may have come in the middle of a fetch.
-
-        Gradients of earlier backwards stay. Several ranks start together, see `recover`.
-        """
-        if self._communicator.watch is None:
-            self._has_failed = True
-            # The exception's traceback may hold a view of a slot, and `reset` would find the slot held.
-            clear_our_frames()
-            self._underway.forget_forward()
-            self._communicator.position.reset()
-            self._params.reset()
 
     def abandon(self) -> None:
         """Forget a step that failed half way: nothing stays pinned, open or expected."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gemini.errors import GeminiError
 from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked
@@ -362,7 +362,7 @@ class Step:
         """Whether a backward runs in this thread: a forward inside it recomputes a checkpointed region."""
         return _graph_task_id() != -1
 
-    def enter_forward(self, module: nn.Module) -> tuple[Call, bool]:
+    def enter_forward(self) -> tuple[Call, bool]:
         """Begin a call of the model. True, with `begin_forward` next, unless it is inside another or recomputes.
 
         Collective in the sense that all ranks do it. Raises GeminiError while another thread is inside a forward or
@@ -370,7 +370,7 @@ class Step:
         """
         recomputing = self.is_recomputing()
         # A call that has ended unseen would make this one look like an inner one.
-        self.failures.find(module)
+        self.failures.find()
         is_inner = recomputing or self.calls.num_forwards > 0
         if not is_inner:
             # Several ranks start together again inside `recover`. One that fails there tells the others, which would
@@ -383,7 +383,7 @@ class Step:
             # Where every payload is in place no fetch would notice it.
             self.grads.refuse_updated("a forward")
             self._underway.enter_forward()
-        return self.calls.enter(module, None, recomputing), not is_inner
+        return self.calls.enter(None, recomputing), not is_inner
 
     def begin_forward(self) -> None:
         """Bring all edits home. What is trained may change after it; then `begin_pass` is next. Local."""
@@ -435,14 +435,13 @@ class Step:
             self.binding.cover()
         return True
 
-    def enter_operator(self, module: nn.Module, operator: Operator) -> Call:
+    def enter_operator(self, operator: Operator) -> Call:
         """Begin an operator's call; `fetch_operator` is next. Raises GeminiError while another thread is inside one."""
         recomputing = self.is_recomputing()
-        # The root's call has looked for ended calls already. `find` walks the stacks of all threads, which is too slow
-        # for each operator.
+        # The root's call has looked for ended calls already.
         if not recomputing and not (self.params.in_step and self.calls.depth()):
-            self.failures.find(module)
-        return self.calls.enter(module, operator, recomputing)
+            self.failures.find()
+        return self.calls.enter(operator, recomputing)
 
     def fetch_operator(self, call: Call) -> None:
         """Fetch, bind and pin an operator's chunks. Collective where parameters are sharded."""

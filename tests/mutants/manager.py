@@ -41,11 +41,11 @@ MUTANTS = [
         "test_ctrl_c_before_a_line_between_steps_holds_no_slot_and_changes_no_bit[norm of a weight-slots]",
     ),
     Mutant(
-        "gradients that an interrupted step has left are added to the next ones",
+        "gradients that an interrupted zero_grad() has left are added to the next ones",
         "Failures.find",
-        "self._grads.finish_end()",
-        "",
-        "tests/test_interrupted_lines.py::test_ctrl_c_behind_an_update_leaves_no_gradient_to_the_next_step[cuda]",
+        "if self._grads.is_ending:",
+        "if False:",
+        "tests/test_interrupted_lines.py::test_after_ctrl_c_in_zero_grad_all_gradients_are_left_or_none[smallest]",
     ),
     Mutant(
         "a call of another thread that is over takes the user's hooks with it",
@@ -227,7 +227,7 @@ MUTANTS = [
     Mutant(
         "a call that was interrupted counts as running for ever",
         "Calls.still_run",
-        "thread in frames and _num_calls(walk_stack(frames[thread]), module) >= entered",
+        "any(_runs(calls[0].frame) for calls in list(self.by_thread.values()))",
         "True",
         "tests/test_interrupts.py",
     ),
@@ -240,8 +240,8 @@ MUTANTS = [
     ),
     Mutant(
         "a look at the stacks of all threads makes a cycle",
-        "_frames",
-        "frames[get_ident()] = sys._getframe(2)",
+        "backward_runs",
+        "frames[get_ident()] = sys._getframe(1)",
         "",
         "tests/features/test_dropped_graphs.py",
     ),

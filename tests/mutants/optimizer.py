@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         "a step uses up what is another optimizer's",
         "OptimizerStep._update_all",
-        "step.grads.end_step(Becomes.USED, ungrouped)",
-        "step.grads.end_step(Becomes.USED)",
+        "states.note_step()\nstep.grads.end_step(Becomes.USED, ungrouped)",
+        "states.note_step()\nstep.grads.end_step(Becomes.USED)",
         "tests/features/test_leftovers.py",
     ),
     Mutant(
