@@ -84,7 +84,7 @@ class HostSum:
 
     def __init__(self, target: Region, addend: Region, replaces: bool) -> None:
         """addend: staged on the host, where its copy may still be on its way. replaces: it is set and not added."""
-        self._behind = target.tickets.pending()
+        self._behind = target.tickets.pending
         self._target: Region | None = target
         self._addend = addend
         self._replaces = replaces
@@ -181,7 +181,7 @@ class WorkTicket:
             return
         left = Tickets()
         for _, own in self._regions:
-            for ticket in own.pending():
+            for ticket in own.pending:
                 # Earlier work is over. Its own ticket here would keep all work before it alive, step for step.
                 for each in ticket._left if isinstance(ticket, WorkTicket) else [ticket]:
                     left.note_read(each)
