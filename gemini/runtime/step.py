@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import gt
+from threading import get_ident
 from typing import Protocol
 
 import torch
@@ -359,7 +360,8 @@ class Payloads:
     def note_placement(self) -> None:
         """Chunks have new homes: find out which payloads never leave."""
         self.params.note_placement()
-        self.is_resident = self._never_leave = mark_staying(self.chunks)  # between forward and update
+        # No payload leaves between forward and update: each is at home on this rank, or stays.
+        self.is_resident = self._never_leave = mark_staying(self.chunks)
         # Where no payload leaves, backward launches no gathers. Fetches are then no points that ranks share for
         # reductions.
         self.grads.accumulation.note_placement(self.is_resident)
@@ -651,11 +653,6 @@ class Step:
         self.recorder = recorder
         self.backward = Backward(self.chunks, self.payloads, self.reductions, self._underway, communicator, recorder)
 
-    @property
-    def is_resident(self) -> bool:
-        """No payload leaves between forward and update: each is at home on this rank, or stays."""
-        return self.payloads.is_resident
-
     # -- forward
 
     @staticmethod
@@ -676,7 +673,7 @@ class Step:
         if not is_inner:
             # Several ranks start together again inside `recover`. One that fails there tells the others, which would
             # wait for it.
-            with self.publishing():
+            with self.failures.publishing():
                 self.failures.recover()
             # `find` has dropped a backward that is over: this one runs in another thread.
             if self.grads.in_backward:
@@ -692,7 +689,7 @@ class Step:
         self.grads.end_scaled_loss()
         self.position.set(0, Phase.FORWARD)
         self.params.finish_prefetch()
-        self.binding.write_back_all(self._with_copies() if self.is_resident else None)
+        self.binding.write_back_all(self._with_copies() if self.payloads.is_resident else None)
 
     def _with_copies(self) -> list[Chunk]:
         """The chunks whose weights are somewhere else, too: at home, or in a master.
@@ -719,7 +716,7 @@ class Step:
             self.communicator.drop_pass()
         self.position.set(0, Phase.FORWARD)  # the pass's first event
         self.params.note_forward(runs=True)
-        if self.is_resident:
+        if self.payloads.is_resident:
             make_plain(self.chunks, self.params)
 
     def end_forward(self) -> bool:
@@ -741,7 +738,7 @@ class Step:
         recomputing = self.is_recomputing()
         # The root's call has looked for ended calls already. `find` walks the stacks of all threads, which is too slow
         # for each operator.
-        if not recomputing and not (self.params.in_step and self.calls.depth()):
+        if not recomputing and not (self.params.in_step and get_ident() in self.calls.by_thread):
             self.failures.find(module)
         return self.calls.enter(module, operator, recomputing)
 
@@ -749,7 +746,7 @@ class Step:
         """Fetch, bind and pin an operator's chunks. Collective where parameters are sharded."""
         operator, pinned = call.operator, call.pinned
         assert operator is not None
-        self.position.set(operator.index, Phase.RECOMPUTE if self.is_recomputing() else Phase.FORWARD)
+        self.position.set(operator.index, Phase.RECOMPUTE if call.recomputes else Phase.FORWARD)
         # In a recomputation: lift the pins of the node before the one that runs it.
         self._underway.follow_node()
         for chunk in operator.chunks:
