@@ -193,7 +193,7 @@ class ChunkManager:
     @property
     def is_in_use(self) -> bool:
         """A payload is in use now, as in the body of GatheredParameters: nothing may move. Local."""
-        return any(chunk.pins for chunk in self.chunks)
+        return [chunk for chunk in self.chunks if chunk.pins] != []
 
     @property
     def _states(self) -> StateStore | None:
