@@ -38,7 +38,11 @@ def update(
 
 
 def _rows(piece: AdamPiece) -> list[tuple[int, ...]]:
-    whole, spans = _raw(piece), piece.spans
+    if piece.weight.device.type != "cpu":
+        raise ValueError(f"weight must be in host memory, found {piece.weight.device}")
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in piece[:6]]
+    kinds = _GRAD_TYPES[piece.grad.dtype], _LAYOUTS.index(piece.layout)
+    whole, spans = (*addresses, piece.weight.numel(), *kinds), piece.spans
     if spans is None:
         return [whole]
 
@@ -54,10 +58,3 @@ def _rows(piece: AdamPiece) -> list[tuple[int, ...]]:
     # The addresses are the key: after a tensor has moved another table is made.
     rows: list[tuple[int, ...]] = spans.remembered("cpu", whole, cut)
     return rows
-
-
-def _raw(piece: AdamPiece) -> tuple[int, ...]:
-    if piece.weight.device.type != "cpu":
-        raise ValueError(f"weight must be in host memory, found {piece.weight.device}")
-    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in piece[:6])
-    return (*addresses, piece.weight.numel(), _GRAD_TYPES[piece.grad.dtype], _LAYOUTS.index(piece.layout))

@@ -84,7 +84,7 @@ def _note_writes(pieces: Sequence[AdamPiece]) -> None:
 
     Without it a backward through a graph from before the update would use updated values without an error.
     """
-    written = (tensor for weight, _, *others in pieces for tensor in (weight, *others) if isinstance(tensor, Tensor))
+    written = [tensor for weight, _, *others in pieces for tensor in (weight, *others) if isinstance(tensor, Tensor)]
     # Inference tensors have no version counter.
     torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
 

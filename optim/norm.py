@@ -176,7 +176,7 @@ def norm_from_limbs(limbs: NormLimbs) -> float:
         return math.nan
     if num_inf:
         return math.inf
-    total = sum(digit << (32 * i) for i, digit in enumerate(digits))
+    total = sum([digit << (32 * i) for i, digit in enumerate(digits)])
     # Take at least 64 significant bits of the root. A sticky last bit tells whether anything was cut off, so that the
     # conversion to float rounds correctly.
     extra = max(0, 130 - total.bit_length())

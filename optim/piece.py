@@ -210,15 +210,10 @@ class AdamPiece(NamedTuple):
         return [self._replace(spans=None).narrow(start, numel) for start, numel in self.spans]
 
     @property
-    def is_split(self) -> bool:
-        """Whether the master is `weight` and `remainder` together."""
-        return self.remainder is not None
-
-    @property
     def layout(self) -> str:
         """The layout of the master: "whole", "whole, bf16" or "whole, fp16" with a 16-bit copy, or "split"."""
         if self.half is None:
-            return "split" if self.is_split else "whole"
+            return "whole" if self.remainder is None else "split"
         return "whole, bf16" if self.half.dtype == torch.bfloat16 else "whole, fp16"
 
     def narrow(self, start: int, length: int) -> AdamPiece:
@@ -232,7 +227,7 @@ class AdamPiece(NamedTuple):
         if self.half is not None and self.remainder is not None:
             raise ValueError("half and remainder exclude each other: a split master's bf16 half is its weight")
         fp32 = (torch.float32,)
-        weight = (torch.bfloat16,) if self.is_split else fp32
+        weight = fp32 if self.remainder is None else (torch.bfloat16,)
         allowed = {"weight": weight, "grad": GRAD_DTYPES, "half": HALF_DTYPES, "remainder": (torch.int16,)}
         for name, tensor in self.tensors.items():
             _check_tensor(name, tensor, self.weight, allowed.get(name, fp32))

@@ -49,7 +49,7 @@ def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
     for start in range(0, numel, SUM_TILE_NUMEL):
         target = out[start : start + tile_numel]
         total = target if tile is None else tile[: target.numel()]
-        first, *others = (row[start : start + tile_numel] for row in rows)
+        first, *others = rows[:, start : start + tile_numel]
         # Add the first two rows in one pass where no cast is needed.
         # torch adds two 16-bit tensors in 16 bits even into an fp32 `out`. A widened first row makes every addition one
         # in fp32.
@@ -143,7 +143,7 @@ class Collectives:
                 payload[: layout.numel].copy_(shard)
             return InFlight()
         self._count("all_gather", layout.numel * payload.itemsize)
-        beside = self._announce(tag, payload.device, use)
+        beside = None if tag is None else self._announce(tag, payload.device, use)
         if self._gloo is not None:
             return self._gloo.all_gather(payload, shard, layout, use)
         # All tensors of a coalesced NCCL launch have one dtype, so the tag travels as elements of the payload's dtype.
@@ -196,7 +196,7 @@ class Collectives:
             out.copy_(payload[: layout.numel])
             return InFlight()
         # [slice for rank 0 | slice for rank 1 | ...] -> [slice from rank 0 | slice from rank 1 | ...]
-        beside = self._announce(tag, payload.device, "reduce_scatter")
+        beside = None if tag is None else self._announce(tag, payload.device, "reduce_scatter")
         ranked = self._rank_major(payload, layout, scratch)
         received = scratch(layout.numel, payload.dtype)
         self._count("reduce_scatter", layout.numel * payload.itemsize)
@@ -302,7 +302,7 @@ class Collectives:
             return
         # A ring sends each part twice: to be summed, and then the sum to all ranks.
         self._count("all_reduce", 2 * tensor.nbytes)
-        beside = self._announce(tag, tensor.device, "all_reduce")
+        beside = None if tag is None else self._announce(tag, tensor.device, "all_reduce")
         self.wait(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
         if beside:
             self.wait(start_gather(beside.own, beside.every, self.group))
@@ -325,10 +325,8 @@ class Collectives:
             rows[:, piece.in_shard].copy_(region)
         return packed
 
-    def _announce(self, tag: Tag | None, device: torch.device, use: str) -> Announced | None:
+    def _announce(self, tag: Tag, device: torch.device, use: str) -> Announced | None:
         """On gloo, compare the tags now. On other backends return what is to be sent along and compared afterwards."""
-        if tag is None:
-            return None
         if self.checks_tags_first:
             self.check(tag, device, use)
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Gloo:
             # As bytes, so that a profile does not show an all-to-all of numbers, which is how gradients are reduced.
             received = payload[: layout.numel].view(torch.uint8)
             work: dist.Work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
-            return InFlight(lambda: self._wait(work), [work])
+            return InFlight(partial(self._wait, work), [work])
         if shard is not None:
             payload[own.in_payload].copy_(shard)
         # One broadcast per rank gathers in place. gloo's own all-gather copies, and takes a third more time.

@@ -149,11 +149,11 @@ class Envelopes:
         every = self._received.numpy().tobytes()
         starts = range(0, len(every), _NUM_BYTES)
         headers = [_HEADER.unpack_from(every, start) for start in starts]
-        if tag is not None and any(header[:2] != words for header in headers):
+        if tag is not None and {header[:2] for header in headers} != {words}:
             raise TagMismatch(self._rank, tag, {rank: Tag.unpack(header[:2]) for rank, header in enumerate(headers)})
         # If one rank's data does not fit, all ranks see that, and the caller sends all data in another exchange.
         sizes = [header[2] for header in headers]
         if max(sizes) > MOST_TOLD_BYTES:
             return Told(sizes, None)
-        firsts = (start + _HEADER.size for start in starts)
+        firsts = [start + _HEADER.size for start in starts]
         return Told(sizes, [every[first : first + size] for first, size in zip(firsts, sizes, strict=True)])

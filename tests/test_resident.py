@@ -214,7 +214,7 @@ def test_hooks_come_back_when_a_new_placement_lets_chunks_leave() -> None:
                 each.requires_grad_(True)
         for its_model, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
             mlp.train_step(its_model, its_optimizer, step)
-        residence.append(model.chunk_manager.step.is_resident)
+        residence.append(model.chunk_manager.step.payloads.is_resident)
     assert residence == [True, True, False, False], "the budget of this test lets chunks leave when all are trained"
     mlp.assert_same(mlp.weights_of(model), mlp.weights_of(plain))
 

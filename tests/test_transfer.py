@@ -48,7 +48,7 @@ def test_on_a_device_without_streams_a_copy_is_done_at_once() -> None:
     copies = made()
     assert copies.copy(host, device) is None
     assert host.flat.tolist() == [1.0] * NUMEL
-    assert not host.tickets.pending() and not device.tickets.pending()
+    assert not host.tickets.pending and not device.tickets.pending
     assert copies.bytes_by_link == {"device->host": 4 * NUMEL}
 
 
@@ -194,7 +194,7 @@ def test_regions_that_are_read_for_ever_keep_one_ticket(lane: CountingLane) -> N
     copies, home = made(), region(Tier.HOST)
     for _ in range(10):
         copies.copy(region(Tier.DEVICE), home)
-    assert len(home.tickets.pending()) == 1
+    assert len(home.tickets.pending) == 1
 
 
 # -- the device of tests/harness/late_copies.py finds who does not wait

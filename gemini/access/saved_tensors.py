@@ -144,6 +144,7 @@ class SavedTensors:
 
     def __init__(self, step: Step) -> None:
         self._step = step
+        self._payloads = step.payloads
         self._slots = step.params.slot_by_storage
         self._resident = step.params.resident_by_storage
         self.activation: weakref.ref[Foreign] | None = None  # the last that checkpointing packed
@@ -155,7 +156,7 @@ class SavedTensors:
         casts need handles, since autograd would keep the cast copies.
         """
         autocasts = self._autocasts()
-        if not torch.is_grad_enabled() or not hooks_are_allowed() or (self._step.is_resident and not autocasts):
+        if not torch.is_grad_enabled() or not hooks_are_allowed() or (self._payloads.is_resident and not autocasts):
             return False
         # With True torch tells of its hooks also while a compiler traces, when it otherwise says that there are none.
         top = _top_hooks(True)
@@ -289,7 +290,7 @@ class SavedTensors:
         activation = None if handle.after is None else handle.after()  # see [Note: Recomputed first]
         if activation is not None:
             activation.unpack_early()
-        with step.publishing(), unseen(), untracked():
+        with step.failures.publishing(), unseen(), untracked():
             step.backward.node_fetch(chunk, handle.operator)
             return self._view(handle)
 

@@ -295,7 +295,7 @@ class Extent(mmap.mmap):
             taken = self._returned.popleft()
             if self._taken.get(taken.start) is taken:  # else `_find_free` was first
                 del self._taken[taken.start]
-                self._merge(taken.start, taken.end)
+                self.return_pages(*self._merge(taken.start, taken.end))
         self._is_torn = False
 
     def _find_free(self) -> None:
@@ -307,10 +307,10 @@ class Extent(mmap.mmap):
         self._free = []
         for start, end in zip(starts, ends, strict=True):
             if start < end:
-                self._merge(start, end)
+                self.return_pages(*self._merge(start, end))
 
-    def _merge(self, start: int, end: int) -> None:
-        """Add a free range, join it with its neighbours, and return its whole pages to the system."""
+    def _merge(self, start: int, end: int) -> tuple[int, int]:
+        """Add a free range and join it with its neighbours. Returns the range of pages that may go with it."""
         low = high = bisect(self._free, (start, end))
         first, last = start, end
         if low > 0 and self._free[low - 1][1] == start:
@@ -321,7 +321,7 @@ class Extent(mmap.mmap):
         # The neighbours' whole pages were returned before. Only pages that became free with this range are left: those
         # at its ends may have been shared with a neighbour.
         page = mmap.PAGESIZE
-        self.return_pages(max(-(-first // page), start // page) * page, min(last // page, -(-end // page)) * page)
+        return max(-(-first // page), start // page) * page, min(last // page, -(-end // page)) * page
 
     def return_pages(self, start: int, end: int) -> None:
         """Return the whole pages of a range that no tensor lies in to the system, if they may go."""

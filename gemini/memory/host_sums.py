@@ -23,7 +23,7 @@ class SumOnWait:
 
     def __init__(self, target: Region, addend: Region, replaces: bool) -> None:
         """addend: staged on the host, where its copy may still be on its way. replaces: it is set and not added."""
-        self._behind = target.tickets.pending()
+        self._behind = target.tickets.pending
         self._target: Region | None = target
         self._addend = addend
         self._replaces = replaces

@@ -46,39 +46,39 @@ class Ticket(Protocol):
 class Tickets:
     """The tickets of the last write of some memory and of the reads since then."""
 
-    __slots__ = ("__weakref__", "reads", "write")
+    __slots__ = ("__weakref__", "pending", "reads", "write")
 
     def __init__(self) -> None:
-        self.write: Ticket | None = None
-        self.reads: list[Ticket] = []
+        self._become(None, [])
 
-    def pending(self) -> list[Ticket]:
-        """The tickets that must be done before the memory is written."""
-        return self.reads if self.write is None else [self.write, *self.reads]
+    def _become(self, write: Ticket | None, reads: list[Ticket]) -> None:
+        self.write, self.reads = write, reads
+        # The tickets that must be done before the memory is written. Every use of a region looks at them.
+        self.pending = reads if write is None else [write, *reads]
 
     def last_number(self) -> int:
         """The number of the last copy that may not be done. -1: there is none."""
-        return max((ticket.number for ticket in self.pending()), default=-1)
+        return max((ticket.number for ticket in self.pending), default=-1)
 
     def note_read(self, ticket: Ticket) -> None:
         """A copy out of the memory was started, after its last write."""
         # Tickets that the new one implies are dropped: a region that is read in every step would collect them for ever.
-        self.reads = [*(each for each in self.reads if not ticket.implies(each)), ticket]
+        self._become(self.write, [*(each for each in self.reads if not ticket.implies(each)), ticket])
 
     def note_write(self, ticket: Ticket) -> None:
         """A copy into the memory was started, after everything that was pending."""
         # Whoever waits for this write has waited for the earlier tickets too, because the copy began behind them.
-        self.write, self.reads = ticket, []
+        self._become(ticket, [])
 
     def copy(self) -> Tickets:
         """The same tickets, for another reader of the memory."""
         own = Tickets()
-        own.write, own.reads = self.write, self.reads
+        own._become(self.write, self.reads)
         return own
 
     def clear(self) -> None:
         """Drop all tickets: the host has waited for them."""
-        self.write, self.reads = None, []
+        self._become(None, [])
 
 
 @dataclass(eq=False, slots=True)
@@ -348,7 +348,7 @@ class Transfer:
             to.flat.copy_(source.flat)
             return None
         with self._counting:
-            self.bytes_by_link[f"{source.tier}->{to.tier}"] += source.nbytes
+            self.bytes_by_link[f"{source.tier}->{to.tier}"] += source.flat.nbytes
         if Tier.DISK in (to.tier, source.tier):
             return self._copy_on_disk([(to, source)])
         if self._lane is None:
@@ -362,7 +362,7 @@ class Transfer:
             return None
         # Reads may overlap: the copy waits for the source's last write only, but for every pending use of its target.
         write = source.tickets.write
-        ticket = self._lane.start(to, source, to.tickets.pending() + ([] if write is None else [write]))
+        ticket = self._lane.start(to, source, to.tickets.pending + ([] if write is None else [write]))
         source.tickets.note_read(ticket)
         to.tickets.note_write(ticket)
         return ticket
@@ -410,7 +410,7 @@ class Transfer:
 
 def wait_on_host(*regions: Region) -> None:
     """Block the host until all copies from and to the regions are done, so that it may read and write them."""
-    pending = [ticket for region in regions for ticket in region.tickets.pending()]
+    pending = [ticket for region in regions for ticket in region.tickets.pending]
     # Latest first: the earlier tickets of the same stream are then known to be done.
     if pending:
         for ticket in sorted(pending, key=lambda ticket: ticket.number, reverse=True):
@@ -421,7 +421,7 @@ def wait_on_host(*regions: Region) -> None:
 
 def drop_copies(tickets: Tickets) -> None:
     """Wait until all copies from and to some memory are over, done or failed: what is there is not needed any more."""
-    for ticket in tickets.pending():
+    for ticket in tickets.pending:
         with suppress(GeminiError):
             ticket.wait()
     tickets.clear()
@@ -431,13 +431,13 @@ def wait_on_stream(*regions: Region) -> None:
     """Order the current stream after all copies from and to these device regions. The host does not wait."""
     # The tickets stay: the host, or another stream, may still have to wait for them.
     for region in regions:
-        for ticket in region.tickets.pending():
+        for ticket in region.tickets.pending:
             ticket.order()
 
 
 def wait_on_tier(*regions: Region) -> None:
     """Call `wait_on_stream` for regions on the device, and `wait_on_host` for all others."""
-    busy = [region for region in regions if region.tickets.pending()]
+    busy = [region for region in regions if region.tickets.pending]
     # Rare, and this is called for every chunk: skip the two calls.
     if busy:
         wait_on_host(*(region for region in busy if region.tier is not Tier.DEVICE))

@@ -47,7 +47,7 @@ class WorkTicket:
             return
         left = Tickets()
         for _, own in self._regions:
-            for ticket in own.pending():
+            for ticket in own.pending:
                 # Earlier work is over. Its own ticket here would keep all work before it alive, step for step.
                 for each in ticket._left if isinstance(ticket, WorkTicket) else [ticket]:
                     left.note_read(each)

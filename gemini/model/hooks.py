@@ -174,6 +174,7 @@ class _AroundOperator:
 
     def __init__(self, step: Step, trainability: Trainability, saved_tensors: SavedTensors, gathers: bool) -> None:
         self._step = step
+        self._failures = step.failures
         self._trainability = trainability
         self._saved_tensors = saved_tensors
         self._gathers = gathers
@@ -186,10 +187,10 @@ class _AroundOperator:
             if self._trainability.flags_raised:
                 self._trainability.apply_outside()
             call = self._step.enter_operator(operator)
-        if self._step.calls.depth() == 1:
+        if call.is_outermost:
             _watch(call)
         # From here on the other ranks would wait for this one in a gather: publish a failure to them.
-        with self._step.publishing():
+        with self._failures.publishing():
             with unseen():
                 self._step.fetch_operator(call)
             # A transform of torch.func allows no saved-tensor hooks: its graph would keep weights whose slot is reused.
@@ -213,7 +214,7 @@ class _AroundOperator:
         return None
 
     def _enter_leaf(self, operator: Operator, grad: Tensor) -> None:
-        with self._step.publishing(), unseen(), untracked():
+        with self._failures.publishing(), unseen(), untracked():
             self._step.backward.enter_leaf(operator)
 
 
@@ -236,12 +237,12 @@ class _AroundRoot:
         step = self._step
         with unseen():
             call, begins = step.enter_forward()
-            if step.calls.depth() == 1:
+            if call.is_outermost:
                 _watch(call)
             # The outermost call begins a forward. Another plan may come into force here, before anything is fetched.
             # Edits go home before it, since homes may move, and slots are taken after it, in the number that it says.
             if begins:
-                with step.publishing():
+                with step.failures.publishing():
                     step.begin_forward()
                     self._trainability.before_use()
                     # Without gradients `requires_grad` means nothing: what is frozen for an evaluation moves no memory.
@@ -250,7 +251,7 @@ class _AroundRoot:
                     step.begin_pass()
         # See [Note: Resident models]. A nested call finds the operators' hooks lifted: the outer call puts them back. A
         # recomputed call keeps its hooks, since `in_step` is False in a backward.
-        if step.is_resident and step.params.in_step and self._operators.lift():
+        if step.payloads.is_resident and step.params.in_step and self._operators.lift():
             call.note_lifted(self._operators)
         # Autocast's cache would serve casts of a payload that has left its slot. The setting is noted before it is
         # changed, so that an interrupt in between still restores it.
@@ -274,7 +275,7 @@ class _AroundRoot:
             _call_in_backward(self._on_root_output, output)
 
     def last(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Tell the others of a hook of the user's that raised behind `after`, as `PlainView.__call__` does.
+        """Tell the others of a hook of the user's that raised behind `after`, as `ShardedModel.__call__` does.
 
         For calls of the wrapped module itself (`model.module(x)`, `model.generate(...)`), which do not come by there.
         """

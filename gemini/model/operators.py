@@ -161,6 +161,13 @@ def _call_impl(
     return output if replaced is None else replaced
 
 
+@never_traced("what moves a model's parameters runs as it is", calls_too=False)  # else torch says that none is on
+def is_compiler_on() -> bool:
+    """Whether the function that runs was called from a compiled one, by a compiler that would compile it, too."""
+    # None: no compiler is on. False: the compiler only runs code that it has compiled before.
+    return _eval_frame.get_eval_frame_callback() not in (None, False)
+
+
 class OuterCompiler:
     """Keeps an outer compiler off while our own code runs, so that it traces only the wrapped module."""
 
@@ -175,10 +182,7 @@ class OuterCompiler:
     @never_traced("what moves a model's parameters runs as it is", calls_too=False)
     def outside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `call` with the compiler off. The `inside` of `compile` turns it on again for the wrapped module."""
-        # None: no compiler is on. False: the compiler only runs code that it has compiled before.
         callback = _eval_frame.get_eval_frame_callback()
-        if callback is None or callback is False:
-            return call(*args, **kwargs)
         outer, self._callback = self._callback, callback
         _eval_frame.set_eval_frame(None)
         try:

@@ -469,19 +469,10 @@ class PlainView(nn.Module):
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         # A subclass with a `forward` of its own keeps that: an attribute of the instance would hide it.
         if type(self).forward is PlainView.forward:
-            self.forward = _with_signature_of(module, self.forward)  # type: ignore[method-assign]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().__call__(*args, **kwargs)
-        except BaseException as error:
-            # A hook of the user's may raise when ours have ended the forward: the other ranks wait in their backward. A
-            # refusal of ours has changed nothing, and checkpointing ends a recomputation with an exception of its own.
-            if not (isinstance(error, GeminiError) or self.chunk_manager.step.is_recomputing()):
-                self.chunk_manager.communicator.publish(error)
-            if not self._casts_inputs:
-                note_dtypes(error, (managed.dtype for managed in self.chunk_manager.parameters), (args, kwargs))
-            raise
+            # By this signature trainers choose the inputs that they pass. Without `updated=()` attributes would be
+            # copied too, such as the marks of `torch.compile`. A bound method takes no attributes, and `partial` does.
+            own = functools.partial(PlainView.forward, self)
+            self.forward = functools.update_wrapper(own, module.forward, updated=())  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module. Collective. Its signature is that of the module's `forward`.
@@ -636,15 +627,3 @@ def _forwarded(module: nn.Module, name: str) -> Any:
         if words is None:
             raise
         raise AttributeError(f"a ShardedModel has no {name!r}: {words}", name=name) from error
-
-
-def _with_signature_of(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` with the signature of `module.forward`, by which trainers choose the inputs that they pass."""
-
-    # Without `updated=()` attributes would be copied too, such as the marks of `torch.compile`. A function of our own,
-    # because `call` is a bound method, on which `wraps` can set nothing.
-    @functools.wraps(module.forward, updated=())
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    return forward

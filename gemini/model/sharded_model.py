@@ -19,13 +19,13 @@ from gemini.access.saved_tensors import SavedTensors
 from gemini.access.states import States
 from gemini.access.weights import StateHooks
 from gemini.building.store import built_link_of
-from gemini.errors import UnsupportedError
+from gemini.errors import GeminiError, UnsupportedError
 from gemini.log import warn_at_script
 from gemini.memory.memory import RankMemory
 from gemini.memory.modes import never_traced, uncollected
 from gemini.model.hooks import Handles, Hooks, OperatorTable
-from gemini.model.operators import ignored_in, parameter_places, tensors_in, zero_ignored
-from gemini.model.plain import PlainCopies, PlainView, check_module, check_wrapped, refuse_ddp
+from gemini.model.operators import ignored_in, is_compiler_on, parameter_places, tensors_in, zero_ignored
+from gemini.model.plain import PlainCopies, PlainView, check_module, check_wrapped, note_dtypes, refuse_ddp
 from gemini.model.workload import most_activations
 from gemini.model.wrap import LOST, Wrapping, read_free
 from gemini.monitor.device import source_of
@@ -331,16 +331,24 @@ class ShardedModel(PlainView):
 
     @never_traced("a ShardedModel moves parameters around: compile the model, or modules in it, by themselves", False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._table.compiler.outside(self._call_following_compilation, args, kwargs)
-
-    def _call_following_compilation(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiler_on():
+            return self._table.compiler.outside(ShardedModel.__call__, (self, *args), kwargs)
         # All of this may replace the plan, so it comes before the forward. See [Note: First batch]
         # in replan/live_plan.py.
         self._table.follow_compilation(self.module)
-        self.chunk_manager.recorder.note_batch(sum(tensor.nbytes for tensor in tensors_in((args, kwargs))))
+        self.chunk_manager.recorder.note_batch(sum([tensor.nbytes for tensor in tensors_in((args, kwargs))]))
         if torch.is_grad_enabled() and self.trainability.asks_for_bound():
             self.trainability.note_bound(most_activations(self.module, (args, kwargs)))
-        return super().__call__(*args, **kwargs)
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException as error:
+            # A hook of the user's may raise when ours have ended the forward: the other ranks wait in their backward. A
+            # refusal of ours has changed nothing, and checkpointing ends a recomputation with an exception of its own.
+            if not (isinstance(error, GeminiError) or self.chunk_manager.step.is_recomputing()):
+                self.chunk_manager.communicator.publish(error)
+            if not self._casts_inputs:
+                note_dtypes(error, (managed.dtype for managed in self.chunk_manager.parameters), (args, kwargs))
+            raise
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module, as `torch.nn.Module.compile` with these arguments. Every rank calls it.

@@ -55,6 +55,7 @@ class ChunkOptimizerState:
     groups: list[int | None]  # by position: the param group; None for a parameter in no group
     flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
     tickets: Tickets = field(default_factory=Tickets)  # of all `flats`
+    dtype: torch.dtype = field(init=False)  # of each element of `flats`
     update_tier: Tier = field(init=False)  # on which updates run: what rests on the disk is brought to the host
     scalars: list[dict[str, Any] | None] = field(init=False)  # by position; None before the first update
     num_updates: int = 0  # with `edits`, it tells which copies that users have read are stale
@@ -62,6 +63,7 @@ class ChunkOptimizerState:
     made: list[tuple[str, ...]] = field(init=False)  # by position: names of flat states that updates have created
 
     def __post_init__(self) -> None:
+        self.dtype = torch.float64 if self.chunk.dtype is torch.float64 else torch.float32
         self.update_tier = update_tier(self.tier)
         self.scalars = [None for _ in self.groups]
         self.made = [() for _ in self.groups]
@@ -69,10 +71,6 @@ class ChunkOptimizerState:
         self._runs: list[Run] = []
         self._runs_are_of: tuple[Any, ...] = ()
         self._scalars_before: list[dict[str, Any] | None] = []
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.chunk.dtype is torch.float64 else torch.float32
 
     @property
     def num_flat_bytes(self) -> int:
@@ -319,7 +317,7 @@ class ChunkStates:
     @property
     def trains_fp16(self) -> bool:
         """Whether a step updates fp16 weights. Read at every access to a gradient, so it looks at fp16 chunks only."""
-        return any(chunk.trainable for chunk in self._fp16.values())
+        return bool(self._fp16) and any(chunk.trainable for chunk in self._fp16.values())
 
     def ungrouped(self) -> dict[int, list[bool]]:
         """Flags of parameters in no group: by chunk index, then by position. Only chunks with such parameters."""

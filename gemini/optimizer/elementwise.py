@@ -36,7 +36,7 @@ def in_words(value: Any) -> str:
 def settings_in_words(group: Mapping[str, Any]) -> str:
     """The hyperparameters of a param group."""
     return ", ".join(
-        f"{name}={in_words(value)}" for name, value in group.items() if name not in ("params", "param_names")
+        [f"{name}={in_words(value)}" for name, value in group.items() if name not in ("params", "param_names")]
     )
 
 
@@ -332,12 +332,13 @@ class AdamUpdate:
         for each in updates:
             if each.weights is not None and each.constants is not None:
                 moments = each.flat["exp_avg"], each.flat["exp_avg_sq"]
-                its = (
-                    part.piece(each.run.start, each.grad, *moments, each.run.spans) for part in each.weights.segments()
-                )
                 # Pieces are collected by constants and not by group, so that groups with equal hyperparameters share a
                 # launch.
-                pieces.setdefault(each.constants, []).extend(piece for piece in its if piece is not None)
+                alike = pieces.setdefault(each.constants, [])
+                for part in each.weights.segments():
+                    piece = part.piece(each.run.start, each.grad, *moments, each.run.spans)
+                    if piece is not None:
+                        alike.append(piece)
         for scalars, alike in pieces.items():
             update_pieces(alike, scalars)
 

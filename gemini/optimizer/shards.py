@@ -253,7 +253,7 @@ class ShardView:
             # over some elements, `close` rounds those from the master, too.
             master = self._master
             on_tier = [] if master is None else self._on_tier("master", [(0, master)])
-            slices = self._chunk.home_slices()
+            slices = self._chunk.home_slices
             parts = [(piece.shard_start, self._home[piece.in_payload]) for piece in slices]
             homes = self._on_tier("home", parts, reads=master is None or self._splits)
             self._on_its_tier = on_tier, homes
@@ -261,11 +261,15 @@ class ShardView:
                 self._transfer.copy_together([(staged, region) for region, staged in self._states])
         return self._on_its_tier
 
-    def segments(self) -> list[Segment]:
-        """The weights on the tier, with their remainders or 16-bit copies, in the order of elements."""
+    def segments(self, gradient: Region | None = None) -> list[Segment]:
+        """The weights on the tier, with their remainders or 16-bit copies, in the order of elements.
+
+        gradient: what the first call waits for, too.
+        """
         if self._segments is None:
             on_tier, homes = self._on_its_tier or self.stage()
-            wait_on_tier(*(region for _, region in (*on_tier, *homes, *self._states)))
+            its = [region for _, region in (*on_tier, *homes, *self._states)]
+            wait_on_tier(*its if gradient is None else (gradient, *its))
             whole = on_tier[0][1].flat if on_tier else None
             self._whole_master = None if self._splits else whole
             self._segments = [self._segment(start, home.flat, whole) for start, home in homes]
@@ -311,8 +315,8 @@ class ShardView:
             self._transfer.copy_together(self._states)
         # The host does not wait here: a reader of a home on the host waits for the home's tickets. Kernels and
         # collectives that use device memory next are ordered behind the copies.
-        regions = (self._home, self._master, *(staged for _, staged in self._staged))
-        wait_on_stream(*(region for region in regions if region is not None and region.tier is Tier.DEVICE))
+        regions = [self._home, self._master, *[staged for _, staged in self._staged]]
+        wait_on_stream(*[region for region in regions if region is not None and region.tier is Tier.DEVICE])
 
     def _on_tier(self, name: str, parts: list[tuple[int, Region]], reads: bool = True) -> list[tuple[int, Region]]:
         """Return (first element, region on the update's tier) of each part of a home. reads: old values are needed."""
@@ -350,7 +354,7 @@ def staged_bytes(chunk: Chunk, tier: Tier, loads: bool) -> dict[str, int]:
 def _are_joined(chunk: Chunk) -> bool:
     """Whether the weights that this rank updates lie in no single tensor of fp32 or fp64."""
     # Weights that every rank holds whole, and updates a part of, have a slice of each unit of the chunk's layout.
-    return chunk.splits_master or (Kind.MASTER not in chunk.homes and len(chunk.home_slices()) > 1)
+    return chunk.splits_master or (Kind.MASTER not in chunk.homes and len(chunk.home_slices) > 1)
 
 
 def _whole_dtype(chunk: Chunk) -> torch.dtype:

@@ -15,6 +15,7 @@ from gemini.access.link import link_of
 from gemini.errors import GeminiError, UnsupportedError, closed
 from gemini.log import warn_at_script
 from gemini.memory.modes import A_HOOK, never_traced
+from gemini.memory.transfer import Region
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import ElementwiseUpdate, group_in_words
@@ -517,7 +518,7 @@ class OptimizerStep:
             # The backward has updated as without clipping, which is the same: nothing is requested.
             self._next.requested = None if asks_only else (max_norm, norm_type)
             self._collect()
-            summary = self._summarize(norm_type)
+            summary = self._summarize(self._resting(), norm_type)
             self._next.saw(summary)
         self.grad_norm = torch.tensor(self._true_norm(summary), dtype=torch.float32, device=self._device)
         return self.grad_norm
@@ -547,16 +548,18 @@ class OptimizerStep:
             self._updates.finish()
         step.grads.leftovers.before_update(self._states.ungrouped())
         grad_norm = torch.empty((), dtype=torch.float32, device=self._device)
-        with self._updates.room(self._states.trained, step.payloads):
+        resting = self._resting()
+        with self._updates.room(resting, step.payloads):
             max_norm, norm_type = self._next.requested or (self._max_norm, 2.0)
             if self._next.summary is not None:  # a learning rate may have been set since
                 compare_settings(step, self._settings())
-            summary = self._next.summary or self._summarize(norm_type)
+            summary = self._next.summary or self._summarize(resting, norm_type)
             refuse_idle(self._model, summary)
             self._next.reset_clipping()
             self._manager.micro_batches.note_step(summary.num_backwards)
-            self.grad_norm = grad_norm.fill_(self._true_norm(summary))
-            self._update_all(summary, max_norm)
+            norm = self._true_norm(summary)
+            self.grad_norm = grad_norm.fill_(norm)
+            self._update_all(resting, summary, norm, max_norm)
 
     @property
     def has_edited_groups(self) -> bool:
@@ -587,24 +590,35 @@ class OptimizerStep:
             return self._states.trained
         return [chunk for chunk in self._states.trained if not self._manager.grads.is_used(chunk)]
 
-    def _summarize(self, norm_type: float) -> GradientSummary:
+    def _resting(self) -> dict[Chunk, Region | None]:
+        """The reduced gradient of each chunk that is trained; None where none has come."""
+        gradients = [self._manager.grads.of(chunk) for chunk in self._states.trained]
+        return {each.chunk: each.reduced() if each.is_reduced else None for each in gradients}
+
+    def _summarize(self, resting: Mapping[Chunk, Region | None], norm_type: float) -> GradientSummary:
         """Find out what all ranks must know of the gradients."""
-        trained, ungrouped = self._states.trained, self._states.ungrouped()
+        ungrouped = self._states.ungrouped()
         live = self._manager.live if self._model.settings.model_data_memory is None else None
         step, num_parameters = self._manager.step, len(self._manager.parameters)
         used = None if self._in_backward is None else self._in_backward.sums
-        return summarize(step, trained, ungrouped, num_parameters, norm_type, self._settings(), live, self._ahead, used)
+        return summarize(step, resting, ungrouped, num_parameters, norm_type, self._settings(), live, self._ahead, used)
 
-    def _update_all(self, summary: GradientSummary, max_norm: float | None) -> None:
+    def _update_all(
+        self,
+        resting: Mapping[Chunk, Region | None],
+        summary: GradientSummary,
+        norm: float,
+        max_norm: float | None,
+    ) -> None:
         """Do what all ranks have agreed on. Nothing in here may fail on one rank alone."""
         step = self._manager.step
         number = self._next.count_step()
-        norm, ungrouped, states = self._true_norm(summary), self._states.ungrouped(), self._states
-        updated = {chunk: its for chunk in states.trained if any(its := self._updates.steps(chunk, summary))}
-        left = {chunk: updated[chunk] for chunk in self._left() if chunk in updated}
+        ungrouped, states, scale = self._states.ungrouped(), self._states, self._scaling.value
+        updated = {chunk: its for chunk in resting if any(its := self._updates.steps(chunk, summary))}
+        left = {chunk: (updated[chunk], resting[chunk]) for chunk in self._left() if chunk in updated}
         # A non-finite gradient on any rank skips the step on all ranks, because all have the same summary.
         skipped = None
-        factors = GradientFactors(1.0 / self._scaling.value)
+        factors = GradientFactors(1.0 / scale)
         bad = None if summary.non_finite is None else self._manager.parameters[summary.non_finite].name
         was_used = step.grads.are_used
         if bad is not None and was_used:
@@ -626,7 +640,6 @@ class OptimizerStep:
                 step.grads.end_step(Becomes.USED, ungrouped)
         if self._in_backward is not None:
             self._in_backward.sums.discard_sums()
-        scale = self._scaling.value
         self.last = StepReport(number, norm, factors.clip, skipped, scale, self._moved(), *self._times_ms)
         if updated:
             self._scaling.after_step(skipped)

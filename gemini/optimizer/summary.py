@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.memory.transfer import Ticket, wait_on_tier
+from gemini.memory.transfer import Region, Ticket, wait_on_tier
 from gemini.memory.work import WorkThread, WorkTicket
 from gemini.monitor.live import LiveMemory
 from gemini.optimizer.elementwise import settings_in_words
@@ -51,7 +51,7 @@ class GradientSummary:
 
 def summarize(
     step: Step,
-    trainable: Sequence[Chunk],
+    resting: Mapping[Chunk, Region | None],
     ungrouped: Mapping[int, Sequence[bool]],
     num_parameters: int,
     norm_type: float,
@@ -62,6 +62,7 @@ def summarize(
 ) -> GradientSummary:
     """Look at all gradients once, which are reduced. Collective.
 
+    resting: the reduced gradient of each chunk that is trained; None where none has come.
     ungrouped: flags of parameters in no param group, by chunk index, then by position. Their values do not count.
     live: readings of the device, which ranks agree on here. None: the user has fixed the budget.
     settings: the optimizer's settings, in words. ahead: sums that were made while the backward ran. used: those of
@@ -74,16 +75,18 @@ def summarize(
     words = [0] * num_parameters
     sums: dict[torch.device, _Sums] = {}
     several = step.grads.num_backwards > 1
-    gradients = [step.grads.of(chunk) for chunk in trainable]
-    wait_on_tier(*(gradient.reduced() for gradient in gradients if gradient.is_reduced))  # one wait
-    for chunk, gradient in zip(trainable, gradients, strict=True):
+    wait_on_tier(*[region for region in resting.values() if region is not None])  # one wait
+    for chunk, region in resting.items():
+        gradient = step.grads.of(chunk)
         if chunk.parameters:
             first = chunk.parameters[0].index
             words[first : first + len(gradient.got)] = gradient.got
-        if not gradient.is_reduced:
+        if region is None:
             continue
-        flat = gradient.reduced().flat
-        device_sums = sums.setdefault(flat.device, _Sums(flat.device))
+        flat = region.flat
+        if flat.device not in sums:
+            sums[flat.device] = _Sums(flat.device)
+        device_sums = sums[flat.device]
         pieces = _counted(chunk, gradient.got, ungrouped.get(chunk.index))
         made = None if ahead is None or several or norm_type != 2.0 else ahead.find(gradient, pieces)
         if made is not None:
@@ -108,7 +111,7 @@ def summarize(
             words[index] += _NON_FINITE
     # One all-reduce of everything that ranks must know.
     # Gradients on the host and on the device have limbs of their own, which are added up on the host.
-    limbs = sum((device_sums.limbs.cpu() for device_sums in all_sums), start=zero_norm_limbs())
+    limbs = sum([device_sums.limbs.cpu() for device_sums in all_sums], start=zero_norm_limbs())
     bits = _bits_of(settings)
     numbers = torch.tensor([step.grads.num_backwards, *words, *bits, *readings], dtype=torch.int64, device="cpu")
     both = torch.cat([limbs, numbers])
@@ -157,7 +160,7 @@ def compare_settings(step: Step, settings: str) -> None:
 
 def _refuse_other_settings(communicator: Communicator, settings: str, bits: list[int]) -> None:
     """Raises DivergenceError if settings differ. bits: sums over ranks, so that all ranks decide alike."""
-    if any(count not in (0, communicator.world_size) for count in bits):
+    if not {0, communicator.world_size}.issuperset(bits):
         remedy = "All ranks must set the optimizer alike before a step"
         communicator.agree(settings.encode(), "the optimizer's settings", remedy=remedy)
 
@@ -239,7 +242,9 @@ class UsedSums:
 
     def add(self, gradient: ChunkGradient, flat: Tensor) -> None:
         """Add what the open payload brought. flat: (optim_numel,), reduced. Does not wait for the device."""
-        sums = self.by_device.setdefault(flat.device, _Sums(flat.device))
+        if flat.device not in self.by_device:
+            self.by_device[flat.device] = _Sums(flat.device)
+        sums = self.by_device[flat.device]
         for piece in _counted(gradient.chunk, gradient.fired, None):
             sums.add(gradient.chunk, piece, flat[piece.in_shard], 2.0)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from gemini.errors import BudgetError, GeminiError, UnsupportedError, UpdatedInBackwardError
 from gemini.memory.memory import RankMemory
-from gemini.memory.transfer import Region, ready, wait_on_stream, wait_on_tier
+from gemini.memory.transfer import Region, wait_on_stream, wait_on_tier
 from gemini.memory.work import WorkTicket
 from gemini.optimizer.chunk_states import ChunkOptimizerState
 from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate
@@ -60,7 +61,11 @@ _SHARE_OF_ROOM = 4
 """They take a fourth of what is free on the host: the rest is for what no plan knows of, such as spilled gradients."""
 
 
-@dataclass(frozen=True)
+Due = Mapping[Chunk, tuple[bytes, Region | None]]
+"""Chunks to update, with `ChunkUpdates.steps`, and their gradient where it rests; None where none has come."""
+
+
+@dataclass(eq=False)
 class _ChunkUpdate:
     """The update of one chunk."""
 
@@ -71,19 +76,13 @@ class _ChunkUpdate:
     runs: list[RunUpdate]
     turn: str = ""  # which of the staging buffers its gradient is copied to
     ticket: WorkTicket | None = None  # where a thread carries it out
+    has_begun: bool = False  # the copies to the tier of the update were started
+    on_tier: Region | None = None  # the gradient there, once it has begun
 
     def end(self, error: BaseException | None = None) -> None:
         """The thread has updated the chunk, or has failed to."""
         if self.ticket is not None:
             self.ticket.end(error)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A chunk whose copies to the tier of its update were started."""
-
-    update: _ChunkUpdate
-    gradient: Region | None  # on the tier
 
 
 class _GradientsOnHost:
@@ -170,20 +169,20 @@ class ChunkUpdates:
                     nothing = state.start(Run(0, 0, (state.groups.index(group),), group))
                     self._update.update([nothing], self._param_groups, GradientFactors())
 
-    def room(self, chunks: Iterable[Chunk], payloads: Payloads) -> AbstractContextManager[None]:
+    def room(self, resting: Mapping[Chunk, Region | None], payloads: Payloads) -> AbstractContextManager[None]:
         """Inside, `update` finds all that it needs beside the homes. See [Note: Room for an update] in shards.py.
 
+        resting: the reduced gradient of each chunk that is trained; None where none has come.
         Local. Raises torch.OutOfMemoryError or BudgetError, and nothing has changed then.
         """
         needs: dict[tuple[Tier, str], int] = {}
         temporaries = 0  # on the device; the host has no bound that an allocation would find
         gathers_in_slot = False
-        for chunk in chunks:
-            gradient = self._grads.of(chunk)
-            if not gradient.is_reduced:
+        for chunk, reduced in resting.items():
+            if reduced is None:
                 continue
             state = self._states[chunk.index]
-            reduced, tier = gradient.reduced(), state.update_tier
+            tier = state.update_tier
             staged = staged_bytes(chunk, tier, loads=not self._update.is_fused)
             if state.tier is not tier:
                 staged |= dict.fromkeys(state.flats, state.num_flat_bytes)
@@ -196,28 +195,25 @@ class ChunkUpdates:
             if tier is Tier.DEVICE:
                 its = self._update.temporary_bytes(chunk.optim_numel, state.dtype, self._memory.device.device)
                 temporaries = max(temporaries, its)
-            gathers_in_slot |= is_updated_in_parts(chunk) and chunk.homes[Kind.PARAM].tier is Tier.HOST
+            gathers_in_slot |= chunk.is_updated_in_parts and chunk.homes[Kind.PARAM].tier is Tier.HOST
         # Whole weights on the host are gathered in a slot of payloads, which may have no memory yet.
         if gathers_in_slot:
             payloads.take_room()
         return self._staging.reserved(needs, temporaries)
 
-    def update(self, chunks: Mapping[Chunk, bytes], factors: GradientFactors, payloads: Payloads) -> None:
-        """Update chunks on the tiers of their states. Local until new weights are gathered, into slots of `payloads`.
-
-        chunks: the chunks to update, with their `steps`.
-        """
+    def update(self, chunks: Due, factors: GradientFactors, payloads: Payloads) -> None:
+        """Update chunks on the tiers of their states. Local until new weights are gathered in slots of `payloads`."""
         later = self._deferred(chunks)
         if later:
             self._defer(later, factors)
-        now = (chunk for chunk in chunks if chunk not in later)
-        for batch in self._batches(self._plan(chunk, chunks[chunk], number) for number, chunk in enumerate(now)):
+        now = [chunk for chunk in chunks if chunk not in later]
+        for batch in self._batches([self._plan(chunk, *chunks[chunk], number) for number, chunk in enumerate(now)]):
             self._finish(batch, factors)
             # Ranks may end their batches at different chunks, as staging depends on what each updates. All of them keep
             # the order of chunks, in which the gathers must come.
-            for chunk in (each.state.chunk for each in batch):
-                if is_updated_in_parts(chunk):
-                    _all_gather_weights(payloads, chunk)
+            for each in batch:
+                if each.state.chunk.is_updated_in_parts:
+                    _all_gather_weights(payloads, each.state.chunk)
 
     def use(self, chunk: Chunk, steps: bytes, gradient: Region) -> None:
         """Update a chunk with a gradient that is (optim_numel,) on the device and is not needed any more. Local.
@@ -226,11 +222,11 @@ class ChunkUpdates:
         """
         number, self._num_alone = self._num_alone, self._num_alone + 1
         factors = GradientFactors()
-        if self._deferred({chunk: steps}):
+        if self._deferred({chunk: (steps, gradient)}):
             # The thread may take its time: the slot is free again once the gradient has left it.
-            self._defer({chunk: steps}, factors, self._on_host.copy(gradient), number)
+            self._defer({chunk: (steps, self._on_host.copy(gradient))}, factors, number)
             return
-        for batch in self._batches([self._plan(chunk, steps, number, gradient=gradient)]):
+        for batch in self._batches([self._plan(chunk, steps, gradient, number)]):
             self._finish(batch, factors)
 
     def prepare(self) -> None:
@@ -240,7 +236,7 @@ class ChunkUpdates:
         """
         self.finish()
         self.refuse_bad_hyperparameters()
-        chunks = {state.chunk: b"" for state in self._states.values() if state.chunk.trainable}
+        chunks: Due = {state.chunk: (b"", None) for state in self._states.values() if state.chunk.trainable}
         self._on_host.fit([chunk.optim_numel * _widest(chunk) for chunk in self._deferred(chunks)])
 
     def give_back(self) -> None:
@@ -251,34 +247,24 @@ class ChunkUpdates:
         """Wait for the updates of the last step. Raises why one of them has failed."""
         self._work.finish()
 
-    def _deferred(self, chunks: Mapping[Chunk, bytes]) -> dict[Chunk, bytes]:
+    def _deferred(self, chunks: Due) -> Due:
         """Those of the chunks that a thread updates while training goes on, in their order."""
         # Gathers of weights that ranks update in parts are collectives, which all ranks launch in one order.
-        if not self._defers or any(map(is_updated_in_parts, chunks)):
+        if not self._defers or any(map(attrgetter("is_updated_in_parts"), chunks)):
             return {}
-        return {chunk: steps for chunk, steps in chunks.items() if self._states[chunk.index].update_tier is Tier.HOST}
+        return {chunk: its for chunk, its in chunks.items() if self._states[chunk.index].update_tier is Tier.HOST}
 
-    def _defer(
-        self,
-        chunks: Mapping[Chunk, bytes],
-        factors: GradientFactors,
-        gradient: Region | None = None,
-        first_number: int = 0,
-    ) -> None:
+    def _defer(self, chunks: Due, factors: GradientFactors, first_number: int = 0) -> None:
         """Have a thread update chunks, and write down that it is done. Who needs a region waits for it.
 
-        gradient: of the only chunk. None: those at rest. first_number: of the chunks, for their turns.
+        first_number: of the chunks, for their turns.
         """
         update = self._update
         assert isinstance(update, AdamUpdate)
         tickets = [WorkTicket(self._work) for _ in chunks]
         try:
-            updates = [
-                self._plan(chunk, steps, number, ticket, gradient)
-                for number, ((chunk, steps), ticket) in enumerate(
-                    zip(chunks.items(), tickets, strict=True), first_number
-                )
-            ]
+            numbered = enumerate(zip(chunks.items(), tickets, strict=True), first_number)
+            updates = [self._plan(chunk, *its, number, ticket) for number, ((chunk, its), ticket) in numbered]
             for each in updates:
                 update.begin(each.runs, self._param_groups, factors)
             self._work.begin(partial(self._carry_out, update, updates, self._transfer.aside()))
@@ -330,18 +316,18 @@ class ChunkUpdates:
         self,
         chunk: Chunk,
         steps: bytes,
+        gradient: Region | None,
         number: int,
         ticket: WorkTicket | None = None,
-        gradient: Region | None = None,
     ) -> _ChunkUpdate:
         """What to update of a chunk, and where it is. number: of the chunk, for its turn. Nothing moves yet."""
         state = self._states[chunk.index]
         runs = state.runs(steps)
         # All updated parameters are in other ranks' shards. Count their steps here too.
-        if not any(run.numel for run in runs):
+        if not sum([run.numel for run in runs]):
             return _ChunkUpdate(state, None, None, None, [state.start(run) for run in runs])
         moments, homes = None, chunk.homes
-        gradient = self._grads.of(chunk).reduced() if gradient is None else gradient
+        assert gradient is not None, "a parameter with a gradient has it at rest"
         if ticket is not None:
             gradient, moments = ticket.hand_over(gradient), ticket.hand_over(state.all_flats())
             homes = {kind: ticket.hand_over(homes[kind]) for kind in (Kind.PARAM, Kind.MASTER) if kind in homes}
@@ -358,15 +344,19 @@ class ChunkUpdates:
         updates = [state.start(run, view) if run.numel else state.start(run) for run in runs]
         return _ChunkUpdate(state, view, gradient, moments, updates, turn, ticket)
 
-    def _batches(self, updates: Iterable[_ChunkUpdate], most: int = BATCH_NUMEL) -> Iterator[list[_ChunkUpdate]]:
+    def _batches(self, updates: Sequence[_ChunkUpdate], most: int = BATCH_NUMEL) -> Iterator[list[_ChunkUpdate]]:
         """Bring chunks to the tiers of their updates, and yield those that are launched together.
 
         most: elements with which a batch ends.
         """
         batch: list[_ChunkUpdate] = []
         numel = 0
-        for begun in self._begin_all(updates):
-            must_end, update = self._prepare(begun), begun.update
+        for number, update in enumerate(updates):
+            for each in updates[number : number + 2]:
+                # On the device both chunks would be in one buffer: the one ahead is launched first.
+                if not each.has_begun and (each is update or len(TURNS[each.state.tier]) > 1):
+                    self._begin(each)
+            must_end = self._prepare(update)
             batch.append(update)
             numel += update.state.chunk.optim_numel
             if must_end or numel >= most:
@@ -375,48 +365,33 @@ class ChunkUpdates:
         if batch:
             yield batch
 
-    def _begin_all(self, updates: Iterable[_ChunkUpdate]) -> Iterator[_Begun]:
-        """Begin the chunks, and yield them in their order. One chunk more than was yielded may have begun."""
-        ahead: list[_Begun] = []
-        for update in updates:
-            # On the device both chunks would be in one buffer: the one ahead is launched first.
-            if len(TURNS[update.state.tier]) == 1:
-                yield from ahead
-                ahead = []
-            begun = self._begin(update)
-            yield from ahead
-            ahead = [begun]
-        yield from ahead
-
-    def _begin(self, update: _ChunkUpdate) -> _Begun:
+    def _begin(self, update: _ChunkUpdate) -> None:
         """Start the copies of what rests on another tier."""
+        update.has_begun, update.on_tier = True, update.gradient
         state, view, reduced = update.state, update.weights, update.gradient
         if view is None or reduced is None:
-            return _Begun(update, None)
+            return
         # The states are about to be written: whoever reads them in the background has to be done.
         if update.moments is not None or state.tickets.reads:
             wait_on_tier(update.moments or state.all_flats())
         view.stage()
         tier = state.update_tier
-        if reduced.tier is tier:
-            return _Begun(update, reduced)
-        staged = self._staging.buffer(tier, "gradient" + update.turn, reduced.numel, reduced.dtype)
-        # An earlier chunk's copy may still read the buffer: `copy` starts behind the tickets of both regions.
-        self._transfer.copy(staged, reduced)
-        return _Begun(update, staged)
+        if reduced.tier is not tier:
+            staged = self._staging.buffer(tier, "gradient" + update.turn, reduced.numel, reduced.dtype)
+            # An earlier chunk's copy may still read the buffer: `copy` starts behind the tickets of both regions.
+            self._transfer.copy(staged, reduced)
+            update.on_tier = staged
 
-    def _prepare(self, begun: _Begun) -> bool:
+    def _prepare(self, update: _ChunkUpdate) -> bool:
         """Have everything on the tier. Returns whether the chunk's batch must end with it."""
-        update, gradient = begun.update, begun.gradient
-        view = update.weights
+        view, gradient = update.weights, update.on_tier
         if view is None or gradient is None:
             return False
-        grad = ready(gradient)
-        view.segments()
+        view.segments(gradient)
         for each in update.runs:
             run = each.run
             if run.numel:
-                each.grad = grad[run.start : run.start + run.numel]
+                each.grad = gradient.flat[run.start : run.start + run.numel]
         # A torch optimizer updates one chunk at a time: its call of `ShardView.load` may stage weights, which is not
         # known yet here.
         return gradient is not update.gradient or view.is_staged or not self._update.is_fused
@@ -450,11 +425,6 @@ def _close(update: _ChunkUpdate) -> None:
 def _widest(chunk: Chunk) -> int:
     """Bytes of an element of a gradient that has not come to rest: one rank's have the dtype of the weights."""
     return max(chunk.dtype.itemsize, chunk.gradient_dtype.itemsize)
-
-
-def is_updated_in_parts(chunk: Chunk) -> bool:
-    """Whether every rank keeps the weights whole and updates a part of them."""
-    return chunk.home_layout.world_size < chunk.optim_layout.world_size
 
 
 def _all_gather_weights(payloads: Payloads, chunk: Chunk) -> None:
@@ -555,7 +525,7 @@ class BackwardUpdates:
     def takes(self, chunk: Chunk) -> bool:
         """See `UpdatesInBackward`. Gradients of parameters in no group stay after a step."""
         state = self._states.get(chunk.index)
-        return state is not None and None not in state.groups and not is_updated_in_parts(chunk)
+        return state is not None and None not in state.groups and not chunk.is_updated_in_parts
 
     def use(self, gradient: ChunkGradient, reduced: Region) -> None:
         """See `UpdatesInBackward`."""

@@ -350,13 +350,13 @@ class Communicator:
 
     def _finishing(self, launched: InFlight) -> Callable[[], None]:
         # An interrupt may come before `finish`: the group must not be ended while one of these works is open.
+        # `finish` launches no collective, so that the saved-tensor hooks may stay.
         is_open = self._connection.works
         is_open.update(launched.works)
 
         def finish() -> None:
-            try:  # likewise
-                with unhooked():
-                    launched.finish()
+            try:
+                launched.finish()
             except TagMismatch as mismatch:
                 raise self._refusal(mismatch) from None
             is_open.difference_update(launched.works)

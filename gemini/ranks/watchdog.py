@@ -423,22 +423,22 @@ class Watchdog:
             self.failed = True
             raise torn(words)
 
-    def _done(self, work: dist.Work, seconds: float) -> bool:
-        """Wait for at most `seconds`. Any failure but a timeout is final: the connection is gone."""
+    def _done(self, work: dist.Work, seconds: float, is_last: bool = False) -> bool:
+        """Wait for at most `seconds`. Any failure but a timeout is final: the connection is gone.
+
+        is_last: another rank has ended, and what it has sent may still arrive. A lost connection is no news then.
+        """
         try:
-            return self._completes(work, seconds)
+            if not self._blocks:
+                return _completes(work, seconds)
+            # gloo's `wait` releases the GIL and wakes as soon as the collective is over, so no polling is needed.
+            work.wait(timedelta(seconds=seconds))
+            return True
         except RuntimeError as error:
             # gloo reports a timeout of `wait` and a lost connection by the same class.
-            if "Operation timed out" not in str(error):
+            if not is_last and "Operation timed out" not in str(error):
                 self._raise_lost(error)
             return False
-
-    def _completes(self, work: dist.Work, seconds: float) -> bool:
-        if not self._blocks:
-            return _completes(work, seconds)
-        # gloo's `wait` releases the GIL and wakes as soon as the collective is over, so no polling is needed.
-        work.wait(timedelta(seconds=seconds))
-        return True
 
     def _raise_remote(self, work: dist.Work | None) -> None:
         """Raises the error that another rank published, or that its process has ended."""
@@ -459,15 +459,8 @@ class Watchdog:
                 if message.startswith(_DIVERGED):
                     raise DivergenceError(message.removeprefix(_DIVERGED))
                 raise RemoteRankError(rank, message)
-        elif ended and not (work is not None and self._done_at_last(work)):
+        elif ended and not (work is not None and self._done(work, 2 * POLL_S, is_last=True)):
             self._raise_ended(*ended)
-
-    def _done_at_last(self, work: dist.Work) -> bool:
-        """Whether the collective completes after all: a process may end while what it has sent still arrives."""
-        try:
-            return self._completes(work, 2 * POLL_S)
-        except RuntimeError:
-            return False
 
     def _ended(self) -> tuple[int, str | None] | None:
         """(rank, reason) of a rank whose process has ended. The reason is None if it had no time to publish one."""

@@ -62,7 +62,7 @@ def master_in(chunk: Chunk, contents: Sequence[Tensor], start: int, numel: int) 
         return contents[0][start : start + numel]
     home, remainders = contents
     joined = torch.empty(numel, dtype=torch.float32, device=remainders.device)
-    for piece in pieces_within(chunk.home_slices(), start, numel):
+    for piece in pieces_within(chunk.home_slices, start, numel):
         # The two halves may rest on different tiers.
         weight = home[piece.in_payload].to(joined.device)
         join_master_(joined.narrow(0, piece.shard_start - start, piece.numel), weight, remainders[piece.in_shard])
@@ -76,7 +76,7 @@ def write_master(chunk: Chunk, start: int, values: Tensor) -> None:
         master[start : start + values.numel()].copy_(values)
         return
     home = ready(chunk.homes[Kind.PARAM])
-    for piece in pieces_within(chunk.home_slices(), start, values.numel()):
+    for piece in pieces_within(chunk.home_slices, start, values.numel()):
         # The split works on contiguous memory of one device. `values` may be on another one than a home, and of another
         # dtype.
         part = values.narrow(0, piece.shard_start - start, piece.numel).to(torch.float32).contiguous()
@@ -106,7 +106,7 @@ def weights_of(chunk: Chunk, start: int, numel: int) -> Tensor:
 
 def weights_in(chunk: Chunk, home: Tensor, start: int, numel: int) -> Tensor:
     """The same of a parameter home with the content `home`."""
-    runs = [home[piece.in_payload] for piece in pieces_within(chunk.home_slices(), start, numel)]
+    runs = [home[piece.in_payload] for piece in pieces_within(chunk.home_slices, start, numel)]
     # `torch.cat` refuses an empty list, which is what a range without elements gives.
     return torch.cat(runs) if len(runs) > 1 else runs[0] if runs else home[:0]
 
@@ -227,7 +227,8 @@ class Snapshots:
     def drop_all(self, chunks: list[Chunk]) -> None:
         """Drop the snapshots of all `chunks`."""
         for chunk in chunks:
-            self.drop(chunk)
+            if chunk.index in self._kept:
+                self.drop(chunk)
 
 
 def _own_weights(managed: ManagedParameter) -> Tensor:

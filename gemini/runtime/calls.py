@@ -157,11 +157,25 @@ class Operator:
 class Call:
     """A call of the model (`operator` is None) or of an operator, and what is in force until it ends."""
 
-    __slots__ = ("caches_autocast", "frame", "hooks", "lifted", "operator", "pinned", "watch")
+    __slots__ = (
+        "caches_autocast",
+        "frame",
+        "hooks",
+        "is_outermost",
+        "lifted",
+        "operator",
+        "pinned",
+        "recomputes",
+        "watch",
+    )
 
-    def __init__(self, operator: Operator | None, frame: FrameType | None = None) -> None:
+    def __init__(
+        self, operator: Operator | None, recomputes: bool, is_outermost: bool, frame: FrameType | None = None
+    ) -> None:
         """frame: of the call, if it is a thread's outermost one."""
         self.operator = operator
+        self.recomputes = recomputes  # it runs inside a backward
+        self.is_outermost = is_outermost  # of its thread
         self.frame = frame
         self.pinned: list[Chunk] = []
         self.hooks: _SavedTensorHooks | None = None  # saved-tensor hooks that were pushed for this call
@@ -185,13 +199,8 @@ class Call:
         """The context is about to be entered: the call's end leaves it."""
         self.watch = watch
 
-    def lift_pins(self, rules: PayloadRules) -> None:
-        """Lift the call's pins. Afterwards it has none."""
-        rules.unpin([chunk.index for chunk in self.pinned])
-        self.pinned.clear()
-
-    def end(self, late: bool = False, is_here: bool = True) -> None:
-        """End what was in force for the call, except its pins.
+    def end(self, rules: PayloadRules, late: bool = False, is_here: bool = True) -> None:
+        """End what was in force for the call, and its pins. Afterwards it has none.
 
         late: the user's code has run since, so the hooks may not be on top of torch's stack any more. is_here: the call
         was one of this thread.
@@ -214,6 +223,9 @@ class Call:
         if self.caches_autocast is not None:
             torch.set_autocast_cache_enabled(self.caches_autocast)
             self.caches_autocast = None
+        # Pins of another thread's call can be lifted from here, unlike its hooks: they are the model's.
+        rules.unpin([chunk.index for chunk in self.pinned])
+        self.pinned.clear()
 
 
 class Calls:
@@ -226,7 +238,7 @@ class Calls:
     @property
     def num_forwards(self) -> int:
         """Number of nested calls of the model itself."""
-        return sum(call.operator is None for calls in self.by_thread.values() for call in calls)
+        return sum([call.operator is None for calls in self.by_thread.values() for call in calls])
 
     def depth(self) -> int:
         """Number of nested calls in this thread."""
@@ -240,13 +252,13 @@ class Calls:
         thread = get_ident()
         calls = self.by_thread.get(thread)
         if calls is not None:
-            call = Call(operator)
+            call = Call(operator, recomputes, is_outermost=False)
             calls.append(call)
         # Pins and positions are the model's, not a thread's: two forwards at once would mix them.
         elif self.by_thread and not recomputes:
             raise other_thread("a forward")
         else:
-            call = Call(operator, _frame_of_call())
+            call = Call(operator, recomputes, is_outermost=True, frame=_frame_of_call())
             self.by_thread[thread] = [call]
         return call
 
@@ -258,7 +270,7 @@ class Calls:
         thread = get_ident()
         calls = self.by_thread.get(thread, [])
         # torch runs the hook after a call also if `enter` has refused the call.
-        if not any(call.operator is operator for call in calls):
+        if operator not in [call.operator for call in calls]:
             return None
         # The list is copied, because the end of a call empties it.
         pinned = list(calls[-1].pinned)
@@ -290,9 +302,7 @@ class Calls:
         calls = self.by_thread[thread]
         call = calls[-1]
         # Before the call is forgotten: an interrupt here leaves it in the list, to be ended again.
-        call.end(late, is_here=thread == get_ident())
-        # Pins of another thread's call can be lifted from here, unlike its hooks: they are the model's.
-        call.lift_pins(self._rules)
+        call.end(self._rules, late, is_here=thread == get_ident())
         if len(calls) > 1:
             calls.pop()
         else:

@@ -55,7 +55,7 @@ class LocalFacts:
     def payload_bytes(self) -> int:
         return self.layout.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def optim_numel(self) -> int:
         """Number of elements that this rank updates."""
         return self.optim_layout.shard_numel
@@ -65,16 +65,22 @@ class LocalFacts:
         """Every rank updates the whole chunk, and holds its whole reduced gradient, master and optimizer state."""
         return self.optim_layout.world_size == 1
 
+    @cached_property
+    def is_updated_in_parts(self) -> bool:
+        """Whether every rank keeps the weights whole and updates a part of them."""
+        return self.home_layout.world_size < self.optim_layout.world_size
+
     @property
     def master_dtype(self) -> torch.dtype:
         """The dtype of the MASTER home: fp32 for whole masters, int16 for the remainders of split ones."""
         return torch.int16 if self.splits_master else torch.float32
 
-    def home_slices(self) -> list[Piece]:
+    @cached_property
+    def home_slices(self) -> tuple[Piece, ...]:
         """The elements that this rank updates, in its parameter home: `payload_start` is an offset in the home."""
         if self.home_layout.world_size == self.optim_layout.world_size:
-            return [Piece(0, 0, self.optim_numel)]
-        return list(self.layout.slices(self.rank))  # whole weights, sharded optimizer state
+            return (Piece(0, 0, self.optim_numel),)
+        return self.layout.slices(self.rank)  # whole weights, sharded optimizer state
 
 
 # -- A parameter's place in its chunk's payload, and the conversion between its shape and a flat run of elements.
@@ -456,7 +462,8 @@ class Chunk(ChunkHomes, ChunkUse):
     parameters: list[ManagedParameter] = field(default_factory=list)
     raw: list[nn.Parameter] = field(default_factory=list)  # the parameters themselves, by position
 
-    state: ParamState = ParamState.RELEASED  # `become` alone writes `state`, `slot` and `payload`
+    state: ParamState = ParamState.RELEASED  # `become` alone writes `state` and the three below
+    holds_grad: bool = False  # the parameter home holds the reduced gradient now, see runtime/grad_homes.py
     slot: Slot | None = None
     payload: Tensor | None = None  # (layout.numel,) on the device; None if RELEASED or HOLDS_GRAD
     resident_views: tuple[Tensor, ...] = ()  # the parameters' views of the home while the chunk is RESIDENT
@@ -559,11 +566,6 @@ class Chunk(ChunkHomes, ChunkUse):
         """The chunk is gathered, and its payload may leave its slot, or move, before the next update."""
         return self.slot is not None and not self.stays
 
-    @property
-    def holds_grad(self) -> bool:
-        """The parameter home holds the reduced gradient now, see [Note: Lent homes]."""
-        return self.state is ParamState.HOLDS_GRAD or self.state is ParamState.GATHERED_BESIDE_GRAD
-
     def become(self, state: ParamState, slot: Slot | None = None, payload: Tensor | None = None) -> None:
         """Move the parameters to `state`. Raises RuntimeError if the transition is not in `NEXT`.
 
@@ -583,6 +585,7 @@ class Chunk(ChunkHomes, ChunkUse):
         if (payload is None) != (state is ParamState.RELEASED or state is ParamState.HOLDS_GRAD):
             raise RuntimeError(f"chunk {self.index} that is {state.value} has other memory than that")
         self.slot, self.payload, self.state = slot, payload, state
+        self.holds_grad = state is ParamState.HOLDS_GRAD or state is ParamState.GATHERED_BESIDE_GRAD
 
     def follow_plan(self, trainable: bool) -> None:
         """Another plan is about to be carried out, which trains some parameter of the chunk or none."""

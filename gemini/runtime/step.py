@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ class Payloads:
     def note_placement(self) -> None:
         """Chunks have new homes: find out which payloads never leave."""
         self.params.note_placement()
-        self.is_resident = self._never_leave = self._rules.is_resident  # between forward and update
+        # No payload leaves between forward and update: each is at home on this rank, or stays.
+        self.is_resident = self._never_leave = self._rules.is_resident
         # Where no payload leaves, backward launches no gathers. Fetches are then no points that ranks share for
         # reductions.
         self._reductions.note_placement(self.is_resident)
@@ -350,11 +352,6 @@ class Step:
         self.recorder = recorder
         self.backward = Backward(self.chunks, self.payloads, self.reductions, self._underway, communicator, recorder)
 
-    @property
-    def is_resident(self) -> bool:
-        """No payload leaves between forward and update: each is at home on this rank, or stays."""
-        return self.payloads.is_resident
-
     # -- forward
 
     @staticmethod
@@ -375,7 +372,7 @@ class Step:
         if not is_inner:
             # Several ranks start together again inside `recover`. One that fails there tells the others, which would
             # wait for it.
-            with self.publishing():
+            with self.failures.publishing():
                 self.failures.recover()
             # `find` has dropped a backward that is over: this one runs in another thread.
             if self.grads.in_backward:
@@ -391,7 +388,7 @@ class Step:
         self.grads.end_scaled_loss()
         self.position.set(0, Phase.FORWARD)
         self.params.finish_prefetch()
-        self.binding.write_back_all(self._with_copies() if self.is_resident else None)
+        self.binding.write_back_all(self._with_copies() if self.payloads.is_resident else None)
 
     def _with_copies(self) -> list[Chunk]:
         """The chunks whose weights are somewhere else, too: at home, or in a master.
@@ -418,7 +415,7 @@ class Step:
             self.communicator.drop_pass()
         self.position.set(0, Phase.FORWARD)  # the pass's first event
         self.params.note_forward(runs=True)
-        if self.is_resident:
+        if self.payloads.is_resident:
             make_plain(self.chunks, self.params)
 
     def end_forward(self) -> bool:
@@ -439,7 +436,7 @@ class Step:
         """Begin an operator's call; `fetch_operator` is next. Raises GeminiError while another thread is inside one."""
         recomputing = self.is_recomputing()
         # The root's call has looked for ended calls already.
-        if not recomputing and not (self.params.in_step and self.calls.depth()):
+        if not recomputing and not (self.params.in_step and get_ident() in self.calls.by_thread):
             self.failures.find()
         return self.calls.enter(operator, recomputing)
 
@@ -447,7 +444,7 @@ class Step:
         """Fetch, bind and pin an operator's chunks. Collective where parameters are sharded."""
         operator, pinned = call.operator, call.pinned
         assert operator is not None
-        self.position.set(operator.index, Phase.RECOMPUTE if self.is_recomputing() else Phase.FORWARD)
+        self.position.set(operator.index, Phase.RECOMPUTE if call.recomputes else Phase.FORWARD)
         # In a recomputation: lift the pins of the node before the one that runs it.
         self._underway.follow_node()
         for chunk in operator.chunks:

@@ -357,4 +357,4 @@ def test_work_keeps_nothing_of_the_work_before_it() -> None:
     after.end()
     is_kept = weakref.ref(before)
     del before
-    assert region.tickets.pending() == [after] and is_kept() is None
+    assert region.tickets.pending == [after] and is_kept() is None

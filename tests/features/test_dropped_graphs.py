@@ -237,7 +237,7 @@ def test_a_tensor_that_was_modified_after_it_was_saved_is_autograds_error(which:
     """Never a gradient of other values than those that forward used."""
     make = partial(Modifies, which)
     sharded = wrap(place, make)
-    assert sharded.chunk_manager.step.is_resident == (
+    assert sharded.chunk_manager.step.payloads.is_resident == (
         place == "cuda"
     )  # else autograd keeps what it saves, and checks it
     said = []

@@ -72,7 +72,7 @@ def test_whatever_comes_between_two_steps_changes_no_bit(rank: int, world_size: 
             mlp.assert_same(dict(model.state_dict().items()), names)
     mlp.assert_same_models(both)
     assert raw_grads(model) == 0
-    assert manager.step.is_resident
+    assert manager.step.payloads.is_resident
     assert [chunk.stays for chunk in manager.chunks] == [stage == 3] * 2
     if stage == 3:
         assert gathers[0] == 2, "both chunks at the root"

@@ -75,9 +75,9 @@ MUTANTS = [
     ),
     Mutant(
         "the host updates a chunk before the next one is on its way",
-        "ChunkUpdates._begin_all",
-        "len(TURNS[update.state.tier]) == 1",
-        "True",
+        "ChunkUpdates._batches",
+        "len(TURNS[each.state.tier]) > 1",
+        "False",
         "tests/test_step_cost.py::test_the_next_chunk_is_on_its_way_while_the_host_updates_one",
     ),
     Mutant(

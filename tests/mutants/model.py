@@ -230,7 +230,7 @@ MUTANTS = [
     ),
     Mutant(
         "a hook that raises after the forward is not told to the other ranks",
-        "PlainView.__call__",
+        "ShardedModel.__call__",
         "self.chunk_manager.communicator.publish(error)",
         "pass",
         "tests/features/test_failed_forwards.py::"
