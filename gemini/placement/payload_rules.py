@@ -119,6 +119,7 @@ class PayloadRules:
         self.max_prefetch = max_prefetch
         self.pins = [0] * len(chunks)  # operators, functions and autograd nodes that use the payload now
         self.num_gathers = [0] * len(chunks)  # times that the payload was brought into a slot
+        self.nodes: dict[int, tuple[object, list[int]]] = {}  # by graph task: the node that runs, and what it pins
         self.gathered: set[int] = set()  # chunks in slots, of a pool or of their own
         self.ahead: dict[int, int] = {}  # lanes of chunks that are gathered ahead, in the order of their start
         self.at_home: list[bool] = []  # the home is the payload: no fetch, no slot
@@ -181,8 +182,31 @@ class PayloadRules:
             self._slots[chunk].changed[chunk] = None
             self.pins[chunk] -= 1
 
+    def pin_for_node(self, chunk: int, task: int, node: object) -> None:
+        """Pin the chunk until another node of the same graph task asks for one. Call `follow_node` before.
+
+        task: number of the graph task, of which one that starts inside another has the larger one.
+        """
+        # The record holds the node itself, so that no later node can have its identity.
+        self.nodes.setdefault(task, (node, []))[1].append(chunk)
+        self.pins[chunk] += 1
+
+    def follow_node(self, task: int, node: object) -> None:
+        """An autograd node runs: lift the pins of the one before it in its graph task, and of tasks started inside."""
+        if self.nodes and (task not in self.nodes or self.nodes[task][0] != node):
+            self.lift_nodes(task)
+
+    def lift_nodes(self, task: int = 0) -> None:
+        """Lift the pins of the node of this graph task, which is over, and of every task started inside it; 0: of all.
+
+        A task that reentrant checkpointing starts inside a node is over by the time that another node runs.
+        """
+        for inner in [each for each in self.nodes if each >= task]:
+            self.unpin(self.nodes.pop(inner)[1])
+
     def reset_pins(self, pinned: Iterable[int]) -> None:
         """Leave the pins of these chunks. Only after a failure: nobody knows any more which others are to be lifted."""
+        self.nodes.clear()
         self.pins[:] = [0] * len(self.pins)
         for chunk in pinned:
             self.pins[chunk] += 1

@@ -60,7 +60,6 @@ class Simulation:
         self._num_updates = 0
         self._in_backward = False
         self._arriving_in: int | None = None  # the task in which a gradient arrives now
-        self._nodes: dict[int, tuple[int, list[int]]] = {}  # by task: the running node, and the chunks that it pins
 
     @property
     def state(self) -> tuple[Hashable, ...]:
@@ -84,7 +83,7 @@ class Simulation:
             self._do(moment)
         # The pins of the last node end before the rest is reduced, because a home is not lent while its chunk is
         # pinned.
-        self._lift(0)
+        self.payloads.lift_nodes()
         self._in_backward = False
         self.gradients.end_backward()
         self.payloads.finish_ahead(self._counted)
@@ -172,22 +171,13 @@ class Simulation:
         self._follow(moment)
         self._fetch(chunk)
         # Pinned before gathers are started ahead, which look for slots too.
-        self._nodes.setdefault(moment.task, (moment.node, []))[1].append(chunk)
-        self.payloads.pin(chunk)
+        self.payloads.pin_for_node(chunk, moment.task, moment.node)
         self._gather_ahead()
 
     def _follow(self, moment: Moment) -> None:
-        """Unpin the chunks of the node that ran before this moment's node, and of tasks nested in it."""
         # A task of -1 is a forward, which runs no node.
-        if moment.task < 0 or not self._nodes:
-            return
-        if moment.task not in self._nodes or self._nodes[moment.task][0] != moment.node:
-            self._lift(moment.task)
-
-    def _lift(self, task: int) -> None:
-        # Tasks are numbered by depth, so those from `task` on are the ones that were started inside its node.
-        for inner in [each for each in self._nodes if each >= task]:
-            self.payloads.unpin(self._nodes.pop(inner)[1])
+        if moment.task >= 0:
+            self.payloads.follow_node(moment.task, moment.node)
 
     def _fetch(self, chunk: int) -> None:
         payloads, homes = self.payloads, self.homes
@@ -237,7 +227,7 @@ class Simulation:
     def _leave_node(self) -> None:
         # Inside a fetch they are lifted already.
         if self._arriving_in is not None:
-            self._lift(self._arriving_in)
+            self.payloads.lift_nodes(self._arriving_in)
 
     def _update(self, chunk: int, gradient_is_at: Tier, gradient_bytes: int) -> None:
         """Copy what the update reads to the tier of the optimizer state, and what it writes back home."""

@@ -412,7 +412,6 @@ class Underway:
         self._num_forwards = 0  # forwards with gradients of the running pass
         self._has_begun = False  # the forward that was entered last has begun, with gradients
         self._touches: list[weakref.ref[TouchingCall]] = []
-        self._nodes: dict[int, tuple[object, list[Chunk]]] = {}  # by graph task: the node that runs, and what it pinned
 
     def enter_forward(self) -> None:
         """A forward is entered. It may be refused before it begins."""
@@ -473,26 +472,12 @@ class Underway:
     def follow_node(self) -> None:
         """If another autograd node runs now, lift the pins of the last one and of graph tasks started inside it."""
         task = _graph_task_id()
-        if task != -1 and self._nodes and (task not in self._nodes or self._nodes[task][0] is not _autograd_node()):
-            # If `task` asks for the first time, this lifts pins that a graph task inside it has left.
-            self._lift(task)
+        if task != -1 and self._rules.nodes:
+            self._rules.follow_node(task, _autograd_node())
 
     def pin_for_node(self, chunk: Chunk) -> None:
         """Pin the chunk for the running node. Call `follow_node` before."""
-        task = _graph_task_id()
-        if task not in self._nodes:
-            # The record holds the node itself, so that no later node can have its identity.
-            self._nodes[task] = _autograd_node(), []
-        self._rules.pin(chunk.index)
-        self._nodes[task][1].append(chunk)
-
-    def _lift(self, task: int) -> None:
-        """Lift the pins of the node of `task`, which is done, and of every graph task started inside it."""
-        # Graph tasks are numbered in the order of their start: inner ones have larger numbers.
-        # A graph task that reentrant checkpointing starts inside a node is over by the time that another node of `task`
-        # runs.
-        for inner in [t for t in self._nodes if t >= task]:
-            self._rules.unpin([chunk.index for chunk in self._nodes.pop(inner)[1]])
+        self._rules.pin_for_node(chunk.index, _graph_task_id(), _autograd_node())
 
     def pin_for_leaf(self, chunk: Chunk) -> None:
         """Pin a chunk of the leaf that backward is about to enter. Call `exit_leaf` before the first."""
@@ -512,8 +497,7 @@ class Underway:
     def exit_backward(self) -> None:
         """Lift all pins of backward: of its nodes and of a leaf."""
         self.exit_leaf()
-        # No graph task has a smaller number: these are the pins of all nodes.
-        self._lift(0)
+        self._rules.lift_nodes()
 
     def end_backward(self) -> None:
         """The backward that the pass's forwards waited for is done: the next forward begins a pass."""
@@ -533,6 +517,5 @@ class Underway:
         # many.
         self.calls.end_all()
         self._touches = []
-        self._nodes.clear()
         self.leaf_operator, self.leaf = None, []
         self.forget_forward()

@@ -348,7 +348,7 @@ class ChunkUse:
 # -- A chunk and its states.
 #
 # A chunk knows its parameters, where they lie in its payload, how the payload is divided over the ranks, and which
-# memory holds each of its states on this rank. It moves nothing: the stores of parameters and gradients do.
+# memory holds each of its states on this rank. It moves nothing: the stores do.
 
 
 # A getter as a function: `map` then reads the counters of many parameters in C.

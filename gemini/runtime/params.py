@@ -85,10 +85,7 @@ class PayloadSlots:
         self._observer = observer
 
     def free(self, chunk: Chunk, victim: Chunk | None = None) -> Slot:
-        """A free slot of the chunk's pool, in which a spare replaces a held one. Raises SlotError without a spare.
-
-        victim: the chunk that has just left its slot for this one.
-        """
+        """A free slot of the chunk's pool, which `victim` may have left for it. Raises SlotError if a view holds it."""
         try:
             slot = self.pools[chunk.oversize].first_free()
         except BudgetError:

@@ -105,9 +105,9 @@ MUTANTS = [
     ),
     Mutant(
         "pins of a node are never lifted",
-        "Underway._lift",
-        "self._rules.unpin([chunk.index for chunk in self._nodes.pop(inner)[1]])",
-        "self._nodes.pop(inner)",
+        "PayloadRules.lift_nodes",
+        "self.unpin(self.nodes.pop(inner)[1])",
+        "self.nodes.pop(inner)",
         f"{ONE_RANK}[gpt2]",
     ),
     Mutant(

@@ -255,7 +255,7 @@ MUTANTS = [
     Mutant(
         "a kept slot is not left for its gradient",
         "GradHomes._release_slot",
-        "self._params.slots.release(self._chunks[chunk])",
+        "self._params.release(self._chunks[chunk])",
         "pass",
         f"{HALF}::test_fp16_takes_two_bytes_a_parameter_less_and_bf16_fourteen_either_way",
     ),

@@ -89,9 +89,9 @@ MUTANTS = [
     ),
     Mutant(
         "a payload at home on the device is fetched ahead",
-        "ParamStore._slots_for",
-        "chunk.payload is not None or index in self.ahead or index in self._at_home",
-        "chunk.payload is not None or index in self.ahead",
+        "PayloadRules.to_gather",
+        "chunk in self.gathered or self.at_home[chunk] or chunk in self.ahead",
+        "chunk in self.gathered or chunk in self.ahead",
         "tests/features/test_max_prefetch.py::test_a_home_that_is_lent_to_a_gradient_is_not_fetched_into_a_slot",
     ),
     Mutant(

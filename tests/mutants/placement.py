@@ -104,6 +104,13 @@ MUTANTS = [
         "tests/pure/test_optimal_traffic.py::test_chunks_of_one_size_move_no_byte_more_than_they_must",
     ),
     Mutant(
+        "a chunk leaves its slot for one that is used later",
+        "PayloadRules._make_room",
+        "(ahead and not self.next_use.is_later(victim, chunk))",
+        "False",
+        "tests/pure/test_payload_rules.py::test_who_leaves_is_who_a_search_finds",
+    ),
+    Mutant(
         "a prediction has backward read frozen weights at the front",
         "PassSchedule.expected",
         "if index > first_trained:",

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gemini.placement.demand import Kind, Tier
@@ -33,6 +33,7 @@ class Cache:
         self.counts = {False: num_slots, True: num_larger}
         self.inside: set[int] = set()
         self.coming: dict[int, int] = {}  # lanes by chunk
+        self.is_ahead = False  # the rules look for what to gather ahead
 
     # What the rules call.
 
@@ -54,6 +55,7 @@ class Cache:
         uses = self.rules.next_use
         mine = [each for each in self.inside if self.sizes[each] == self.sizes[successor] and not self.rules.pins[each]]
         assert chunk == min(mine, key=lambda each: (uses.rank(each), each))
+        assert not self.is_ahead or uses.is_later(chunk, successor), "it would be fetched again first"
         self.inside.remove(chunk)
 
     def refusal(self, chunk: int) -> Exception:
@@ -74,17 +76,20 @@ class Cache:
         assert chunk in self.inside
         if pins:
             self.rules.pin(chunk)
+        self.is_ahead = True
         for each in self.rules.to_gather(self):
             self.rules.gather_ahead(each, self)
+        self.is_ahead = False
 
 
 EVENTS = ["use", "pin", "unpin", "leave", "begin", "end", "finish"]
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # to draw long lists on a busy machine
 @given(
     st.integers(1, 5),
     st.integers(1, 2),
-    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, NUM_CHUNKS - 1)), max_size=120),
+    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, NUM_CHUNKS - 1)), min_size=40, max_size=120),
 )
 def test_who_leaves_is_who_a_search_finds(num_slots: int, num_larger: int, events: list[tuple[str, int]]) -> None:
     cache = Cache(num_slots, num_larger)
