@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,15 +17,12 @@ from sharding.tag import Envelopes, Tag, Told
 # -- A collective between its start and its end.
 
 
+@dataclass(frozen=True)
 class InFlight:
-    """A collective that was started. Others may be started before it is finished. Finishing launches nothing.
+    """A collective that was started. Others may be started before it is finished. Finishing launches nothing."""
 
-    works: the launches of the collective, which have ended when it is finished.
-    """
-
-    def __init__(self, finish: Callable[[], None] = lambda: None, works: Sequence[dist.Work] = ()) -> None:
-        self.finish = finish
-        self.works = works
+    finish: Callable[[], None] = lambda: None
+    works: Sequence[dist.Work] = ()  # the launches of the collective, which have ended when it is finished
 
 
 # -- The backends of a process group by device, and torch's name for an all-gather.

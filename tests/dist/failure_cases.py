@@ -115,7 +115,7 @@ def a_torn_step(rank: int, world_size: int, deferred: bool) -> tuple[str, list[s
     if rank == 1:
         updates = optimizer._optimizer_step._updates
         prepare = updates._prepare
-        updates._prepare = lambda begun, *rest: boom() if begun.update.state.chunk.index == 4 else prepare(begun, *rest)  # type: ignore[method-assign]
+        updates._prepare = lambda update: boom() if update.state.chunk.index == 4 else prepare(update)  # type: ignore[method-assign]
     if deferred:
         optimizer.backward(model(batch(rank, 9)).square().mean())
         optimizer.step()  # a thread fails after it
