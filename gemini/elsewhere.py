@@ -59,7 +59,7 @@ _INSTEAD = {
     "DeepSpeedZeroOptimizer_Stage3": "gemini.ShardedOptimizer",
     "DeepSpeedDataLoader": "engine.deepspeed_io(dataset), or torch.utils.data.DataLoader",
     "OnDevice": "torch.device('meta') as a context, or gemini.ZeroInitContext()",
-    "TiledLinear": "chunks are as large as one weight: give device_memory= and see plan.explain()",
+    "TiledLinearReturnBias": "gemini.TiledLinear: a module around it may return its bias",
     "partition_parameters": "parameters have their true shape; GatheredParameters and safe_get_full_* read them",
     "swap_tensor": _SETTINGS,
     "transformer": _KERNELS,

@@ -21,8 +21,15 @@ from gemini.errors import ConfigError
 from gemini.launch import ranks_of
 from gemini.log import warn_at_script
 from gemini.model.plain import GatheredParameters
+from gemini.model.tiled import TiledLinear
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
 
 _WITHOUT_EFFECT = {
     "mem_efficient_linear": "autograd keeps no copies of gathered weights here",
