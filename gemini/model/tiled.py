@@ -121,10 +121,11 @@ class TiledLinear(nn.Module):
         with GatheredParameters([weight] if bias is None else [weight, bias]), torch.no_grad():
             for row, (top, bottom) in zip(self._rows(), itertools.pairwise(self.out_parts), strict=True):
                 for tile, (left, right) in zip(row, itertools.pairwise(self.in_parts), strict=True):
+                    its_weight, its_bias = _weight_and_bias(tile)
                     with GatheredParameters(tile, modifier_rank=0):
-                        tile.weight.copy_(weight[top:bottom, left:right])
-                        if bias is not None and tile.bias is not None:
-                            tile.bias.copy_(bias[top:bottom])
+                        its_weight.copy_(weight[top:bottom, left:right])
+                        if bias is not None and its_bias is not None:
+                            its_bias.copy_(bias[top:bottom])
 
     def extra_repr(self) -> str:
         """What `print(module)` shows of the grid. Local. Raises nothing."""
@@ -147,7 +148,8 @@ class TiledLinear(nn.Module):
                 raise ValueError(
                     f"TiledLinear: the input's last dimension is {given.shape[-1]}, not {self.in_features}"
                 )
-            return given.split(widths, dim=-1)
+            parts: Sequence[Tensor] = given.split(widths, dim=-1)
+            return parts
         if isinstance(given, Tensor) or [each.shape[-1] for each in given] != widths:
             found = tuple(given.shape) if isinstance(given, Tensor) else [tuple(each.shape) for each in given]
             raise ValueError(
@@ -158,7 +160,7 @@ class TiledLinear(nn.Module):
         return given
 
     def _checked(self, other: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-        weight, bias = getattr(other, "weight", None), getattr(other, "bias", None)
+        weight, bias = _weight_and_bias(other)
         shape = (self.out_features, self.in_features)
         if weight is None or tuple(weight.shape) != shape:
             found = "none" if weight is None else tuple(weight.shape)
@@ -170,6 +172,10 @@ class TiledLinear(nn.Module):
                 f"TiledLinear(bias={self.use_bias}).copy_params_from() needs a bias {needed}, found {found}"
             )
         return weight, bias
+
+
+def _weight_and_bias(layer: nn.Module) -> tuple[Any, Any]:
+    return getattr(layer, "weight", None), getattr(layer, "bias", None)
 
 
 def _bounds(which: str, num_features: int, num_splits: int) -> list[int]:
