@@ -124,6 +124,15 @@ class Init(ZeroInitContext):
         if self._store is not None:
             mark(link.managed.parameter for link in self._store.chunks.links())
 
+    def get_dp_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which parameters are divided; None: this process alone. Local. Raises nothing."""
+        return ranks_of(self._group)
+
+    def get_partition_rank(self) -> int:
+        """This process's rank among them. Local. Raises nothing. A subclass chooses no other: nothing asks it."""
+        group = self.get_dp_process_group()
+        return 0 if group is None else dist.get_rank(group)
+
 
 def _config_of(source: Source, group: dist.ProcessGroup | None) -> Config:
     """Agree on the config: a rank that could not read its own would leave the others in the first collective."""
