@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from gemini.model.operators import set_leaf_module, specs_of, unset_leaf_module
     from gemini.model.plain import GatheredParameters
     from gemini.model.sharded_model import ShardedModel
+    from gemini.model.tiled import TiledLinear
     from gemini.monitor.device import EmulatedDevice, PositionPeaks
     from gemini.monitor.live import MemoryMonitor
     from gemini.monitor.readings import DeviceReading, DiskReading, HostReading, MemoryReading
@@ -139,6 +140,7 @@ __all__ = [
     "StaticPolicy",
     "TensorShardStrategy",
     "Tier",
+    "TiledLinear",
     "Trainer",
     "UnsupportedError",
     "UpdatedInBackwardError",
@@ -242,6 +244,7 @@ _HOMES = {
     ),
     "gemini.model.plain": ("GatheredParameters",),
     "gemini.model.sharded_model": ("ShardedModel",),
+    "gemini.model.tiled": ("TiledLinear",),
     "gemini.monitor.device": (
         "EmulatedDevice",
         "PositionPeaks",

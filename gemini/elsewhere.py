@@ -59,7 +59,7 @@ _INSTEAD = {
     "DeepSpeedZeroOptimizer_Stage3": "gemini.ShardedOptimizer",
     "DeepSpeedDataLoader": "engine.deepspeed_io(dataset), or torch.utils.data.DataLoader",
     "OnDevice": "torch.device('meta') as a context, or gemini.ZeroInitContext()",
-    "TiledLinear": "chunks are as large as one weight: give device_memory= and see plan.explain()",
+    "TiledLinearReturnBias": "gemini.TiledLinear: a module around it may return its bias",
     "partition_parameters": "parameters have their true shape; GatheredParameters and safe_get_full_* read them",
     "swap_tensor": _SETTINGS,
     "transformer": _KERNELS,
@@ -216,6 +216,7 @@ _FROM_BUDGET = "what stays on the device follows from device_memory= of ShardedM
 _WINDOW = "`with model.no_sync():` leaves gradients unreduced; the backward outside reduces their sum"
 _MEAN = "gradients are means over the ranks: multiply the loss for another factor"
 _NO_HOOK = "gradients travel in reduce_dtype= of ShardedModel(...); a hook of a parameter sees this rank's gradient"
+_GROUP = "process_group= of ShardedModel(...) has all collectives, in memory of the model's budget"
 _STATES = "ShardedOptimizer.state_dict(), or gemini.save_checkpoint(), which writes each rank's part"
 
 _OF_TORCH = {
@@ -225,19 +226,20 @@ _OF_TORCH = {
     "set_custom_all_gather": _NO_HOOK,
     "set_custom_reduce_scatter": _NO_HOOK,
     "summon_full_params": _WHOLE,
-    "unshard": _WHOLE,
-    "reshard": _FROM_BUDGET,
     "set_reshard_after_forward": _FROM_BUDGET,
     "set_reshard_after_backward": _FROM_BUDGET,
     "set_unshard_in_backward": _FROM_BUDGET,
-    "set_modules_to_forward_prefetch": "max_prefetch= of ShardedModel(...) says how many chunks are fetched ahead",
-    "set_modules_to_backward_prefetch": "max_prefetch= of ShardedModel(...) says how many chunks are fetched ahead",
-    "set_requires_gradient_sync": _WINDOW,
     "set_requires_all_reduce": _WINDOW,
     "set_is_last_backward": _WINDOW,
     "set_gradient_divide_factor": _MEAN,
     "set_reduce_scatter_divide_factor": _MEAN,
     "set_force_sum_reduction_for_comms": _MEAN,
+    "set_reduce_scatter_unused_params": "parameters without a gradient travel as zeros where another rank has one",
+    "set_reduce_scatter_max_input_buffers": _FROM_BUDGET,
+    "set_separate_reduce_scatter_group": _GROUP,
+    "set_allocate_memory_from_process_group_for_comm": _GROUP,
+    "set_symm_mem_for_comm": _GROUP,
+    "reset_iter_state": "nothing: a forward after one that failed starts by itself",
     "set_post_optim_event": "nothing: ShardedOptimizer orders its updates and the next forward by itself",
     "clip_grad_norm_": "ShardedOptimizer.clip_grad_norm_(), or torch.nn.utils.clip_grad_norm_(model.parameters(), ...)",
     "set_state_dict_type": "model.state_dict(rank0_only=) is whole, gemini.save_checkpoint() writes each rank's part",

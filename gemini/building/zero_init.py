@@ -266,6 +266,58 @@ class ZeroInitContext:
         self._on_module(module, "", module)
         return module
 
+    def materialize(self, module: nn.Module) -> nn.Module:
+        """Give a module that was made on the device "meta" its values, and shard it, part by part. Collective.
+
+        Each part that has parameters or buffers of its own on "meta" gets memory, as by `to_empty()`, and its values by
+        its own `reset_parameters()`, in the order of `module.modules()`: those of a script that does so for FSDP2. Tied
+        parameters stay tied, and have the values of the first part. The memory is on torch's default device.
+
+        module: on "meta", wholly or in part; a part without tensors there is left alone. Returns the module. Raises
+        TypeError for anything but a module, and UnsupportedError outside the context, or for a part without
+        `reset_parameters()`; nothing has changed then.
+
+        Example:
+            >>> with torch.device("meta"):
+            ...     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+            >>> with ZeroInitContext() as context:
+            ...     model = ShardedModel(context.materialize(module))
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch module, found {type(module).__name__}")
+        if self._enabled and self not in _active:
+            raise UnsupportedError("materialize() works inside its ZeroInitContext only")
+        parts = [(name, part) for name, part in module.named_modules() if _on_meta(part)]
+        without = [f"{name or 'the module'} ({type(part).__name__})" for name, part in parts if not _resets(part)]
+        if without:
+            raise UnsupportedError(
+                f"{', '.join(without)} has tensors on the device 'meta' and no reset_parameters() that would give them "
+                "values: add one, or build the model inside the context without torch.device('meta')"
+            )
+        for _, part in parts:
+            # A part whose only parameter is tied to that of an earlier one has its values already.
+            if _on_meta(part):
+                self._materialize(module, part)
+        return module
+
+    def _materialize(self, module: nn.Module, part: nn.Module) -> None:
+        device = torch.get_default_device()
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in part.parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        # Whoever shares a parameter on "meta" gets the one with values.
+        for other in module.modules() if made else ():
+            others = other._parameters
+            others.update({name: made[old] for name, old in others.items() if old is not None and old in made})
+        buffers = part._buffers
+        on_meta = {name: old for name, old in buffers.items() if old is not None and old.is_meta}
+        buffers.update({name: torch.empty_like(old, device=device) for name, old in on_meta.items()})
+        part.reset_parameters()  # type: ignore[operator]
+        for name, parameter in part.named_parameters(recurse=False):
+            self._on_parameter(part, name, parameter)
+
     # -- parameters as they come
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -336,6 +388,15 @@ class ZeroInitContext:
         half = free_bytes // 2
         # Read again for each shard: earlier shards, and tensors of the user's, have taken their part of the memory.
         return lambda size: Tier.DEVICE if (monitor.read_device().available_bytes or 0) - size > half else Tier.HOST
+
+
+def _on_meta(part: nn.Module) -> bool:
+    own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    return any(each.is_meta for each in own)
+
+
+def _resets(part: nn.Module) -> bool:
+    return callable(getattr(part, "reset_parameters", None))
 
 
 def shard_pending(parameters: list[Tensor]) -> None:

@@ -126,7 +126,7 @@ def import_checkpoint(
     `load_checkpoint` then gives each rank its part: no process holds the whole.
 
     Args:
-        foreign: a folder of DeepSpeed's (with `latest`, or one step's, or a universal one) or of
+        foreign: a folder of DeepSpeed's (with `latest` or `latest_universal`, or one step's) or of
             `torch.distributed.checkpoint`, from which a training goes on; or a folder of Hugging Face's, a .safetensors
             file, or a state dict that `torch.save` wrote, for `load_checkpoint(..., weights_only=True)`.
         directory: of the checkpoints.
@@ -342,9 +342,8 @@ def _load(path: Path) -> Any:
 
 def _deepspeed_folder(path: Path) -> Path | None:
     """The folder of one step, if these are DeepSpeed's."""
-    latest = path / "latest"
-    if latest.is_file():
-        tag = latest.read_text().strip()
+    for latest in (path / name for name in ("latest", "latest_universal")):
+        tag = latest.read_text().strip() if latest.is_file() else ""
         # The name comes from a file: it must not lead anywhere else.
         if tag and Path(tag).name == tag and any((path / tag).glob("*_model_states.pt")):
             return path / tag

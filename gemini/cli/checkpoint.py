@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from gemini.checkpoint.manifest import Manifest
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Inspect, verify, export and import checkpoints.")
+
+_SHOWN = 20  # names of files
 
 _Directory = Annotated[Path, typer.Argument(help="A directory of checkpoints, or one of them.")]
 _Tag = Annotated[str | None, typer.Option(help="Which one. Default: the newest that is complete.")]
@@ -64,38 +67,93 @@ def verify(directory: _Directory, tag: _Tag = None, as_json: _Json = False) -> N
     )
 
 
+class _Form(StrEnum):
+    """What `export` writes."""
+
+    HUGGINGFACE = "huggingface"
+    FSDP2 = "fsdp2"
+    DEEPSPEED = "deepspeed"
+
+
 @checkpoint.command()
 def export(
     directory: _Directory,
     out: Annotated[Path, typer.Argument(help="A folder that is empty or not there.")],
     tag: _Tag = None,
-    dtype: Annotated[str, typer.Option(help="Of parameters: own, fp32 (masters as they are), bf16 or fp16.")] = "own",
-    max_file: Annotated[str, typer.Option(help="Bytes of a file at most, as in 5GB.")] = "5GB",
+    to: Annotated[
+        _Form,
+        typer.Option(
+            help="huggingface: weights for from_pretrained. With the optimizer, to go on training: fsdp2, a folder of "
+            "torch.distributed.checkpoint; deepspeed, a universal checkpoint."
+        ),
+    ] = _Form.HUGGINGFACE,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of parameters, for huggingface: own, fp32 (masters as they are), bf16 or fp16.")
+    ] = None,
+    max_file: Annotated[
+        str | None, typer.Option(help="Bytes of a file at most, for huggingface, as in 5GB, the default.")
+    ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A folder whose config.json and tokenizer are copied, as of the base model.")
+        Path | None,
+        typer.Option(
+            help="A folder whose config.json and tokenizer are copied, as of the base model, for huggingface."
+        ),
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Write whole weights as safetensors files that from_pretrained loads.
+    """Write whole weights as safetensors files that from_pretrained loads, or a whole training for another library.
 
     Example: gemini checkpoint export checkpoints my-model --config base-model --dtype bf16
     """
-    from gemini.checkpoint.exporting import export_weights, num_bytes
-    from gemini.placement.demand import parse_bytes
-
     with _said():
-        total = num_bytes(directory, tag, dtype)
-        with _bar("export", total, shows=not as_json) as told:
-            limit = parse_bytes(max_file, "--max-file") or total
-            folder = export_weights(
-                directory, out, tag=tag, dtype=dtype, max_file_bytes=limit, config=config, told=told
+        if to is not _Form.HUGGINGFACE:
+            given = {"--dtype": dtype, "--max-file": max_file, "--config": config}
+            for option, value in given.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{option} is for --to huggingface: a training goes on from its masters, by tensors, without a "
+                        "config"
+                    )
+            folder, total = _export_training(directory, out, tag, to, shows=not as_json)
+        else:
+            folder, total = _export_weights(
+                directory, out, tag, dtype or "own", max_file or "5GB", config, shows=not as_json
             )
     names = sorted(each.name for each in folder.iterdir())
     typer.echo(
         json.dumps({"path": str(folder), "bytes": total, "files": names})
         if as_json
-        else f"{folder}: {', '.join(names)}"
+        else f"{folder}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' * (len(names) > _SHOWN)}"
     )
+
+
+def _export_weights(
+    directory: Path, out: Path, tag: str | None, dtype: str, max_file: str, config: Path | None, shows: bool
+) -> tuple[Path, int]:
+    from gemini.checkpoint.exporting import export_weights, num_bytes
+    from gemini.placement.demand import parse_bytes
+
+    total = num_bytes(directory, tag, dtype)
+    with _bar("export", total, shows) as told:
+        limit = parse_bytes(max_file, "--max-file") or total
+        folder = export_weights(directory, out, tag=tag, dtype=dtype, max_file_bytes=limit, config=config, told=told)
+    return folder, total
+
+
+def _export_training(directory: Path, out: Path, tag: str | None, to: _Form, shows: bool) -> tuple[Path, int]:
+    from gemini.checkpoint.outgoing import export_dcp, export_universal
+
+    write = export_dcp if to is _Form.FSDP2 else export_universal
+    total = 0
+    with _bar("export", None, shows) as bar:
+
+        def told(num_bytes: int) -> None:
+            nonlocal total
+            total += num_bytes
+            bar(num_bytes)
+
+        folder = write(directory, out, tag=tag, told=told)
+    return folder, total
 
 
 @checkpoint.command("import")

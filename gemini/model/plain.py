@@ -258,8 +258,8 @@ def check_module(by_name: Mapping[str, nn.Parameter], ignored: Collection[nn.Par
         if is_lazy(parameter) or parameter.is_meta:
             what = "was made on the device 'meta'" if parameter.is_meta else "gets its shape from a first batch"
             remedy = (
-                "build or load the model in `with gemini.ZeroInitContext():`, which shards it while its values come, "
-                "or call to_empty() and initialise it"
+                "build or load the model in `with gemini.ZeroInitContext() as context:`, which shards it while its "
+                "values come; context.materialize(module) calls to_empty() and reset_parameters() part by part"
                 if parameter.is_meta
                 else "call the plain module once before ShardedModel(...)"
             )

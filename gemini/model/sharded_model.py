@@ -23,9 +23,17 @@ from gemini.errors import GeminiError, UnsupportedError
 from gemini.log import warn_at_script
 from gemini.memory.memory import RankMemory
 from gemini.memory.modes import never_traced, uncollected
+from gemini.model.fsdp_methods import FsdpMethods
 from gemini.model.hooks import Handles, Hooks, OperatorTable
-from gemini.model.operators import ignored_in, is_compiler_on, parameter_places, tensors_in, zero_ignored
-from gemini.model.plain import PlainCopies, PlainView, check_module, check_wrapped, note_dtypes, refuse_ddp
+from gemini.model.operators import (
+    ignored_in,
+    is_compiler_on,
+    map_tensors,
+    parameter_places,
+    tensors_in,
+    zero_ignored,
+)
+from gemini.model.plain import PlainCopies, check_module, check_wrapped, note_dtypes, refuse_ddp
 from gemini.model.workload import most_activations
 from gemini.model.wrap import LOST, Wrapping, read_free
 from gemini.monitor.device import source_of
@@ -38,7 +46,7 @@ from gemini.runtime.calls import Operator
 from gemini.runtime.grads import Becomes
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.step import Step
-from gemini.settings import BUDGETS, Budgets, Options, Settings, Strategy
+from gemini.settings import BUDGETS, Budgets, Options, Settings, Strategy, check_dtype
 from optim.adam import refuse_unknown_arguments
 
 # -- Parameters and buffers of a module that share memory without being the same object.
@@ -233,7 +241,17 @@ def memory_table(memory: RankMemory, plan: Plan, step: Step) -> str:
 # -- `ShardedModel`: wraps a module so that its parameters live in chunks, and is used like the module.
 
 
-class ShardedModel(PlainView):
+class _CastsOutputs:
+    """A forward hook that casts what the model returns."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        return map_tensors(lambda each: each.to(self._dtype) if each.is_floating_point() else each, outputs)
+
+
+class ShardedModel(FsdpMethods):
     """A module whose training state lies in chunks, sharded over ranks and moved between device and host.
 
     It is called and trained like the module that it wraps, and has the module's names, attributes and state dicts.
@@ -249,6 +267,8 @@ class ShardedModel(PlainView):
         settings: everything else. None: `Settings()`.
         cast_inputs: True casts floating-point inputs of the module's forward to the dtype of the weights, `dtype` or
             the module's own; what it returns keeps its dtype. None or False: inputs stay as they are.
+        output_dtype: the dtype to which floating-point outputs of the model's call are cast. None: they stay as they
+            are. Both are FSDP2's `MixedPrecisionPolicy(cast_forward_inputs=, output_dtype=)`.
         options: fields of `Settings`, which override those of `settings`.
 
     Raises TypeError, ValueError or UnsupportedError for a module or options that cannot be wrapped, BudgetError if the
@@ -268,15 +288,17 @@ class ShardedModel(PlainView):
         process_group: dist.ProcessGroup | None = None,
         settings: Settings | None = None,
         cast_inputs: bool | None = None,
+        output_dtype: torch.dtype | None = None,
         **options: Unpack[Options],
     ) -> None:
         publish_exit()
         guard_placeholders()
         refuse_ddp()
-        owner, others = type(self).__name__, ("module", "process_group", "settings", "cast_inputs")
+        owner, others = type(self).__name__, ("module", "process_group", "settings", "cast_inputs", "output_dtype")
         settings = Settings.of(owner, *others, settings=settings, shard_strategy=shard_strategy, **options)
         if not isinstance(cast_inputs, bool | None):
             raise TypeError(f"cast_inputs must be True or False, or None, found {cast_inputs!r}")
+        check_dtype("output_dtype", output_dtype)
         ignored = ignored_in(module, settings)
         by_name = dict(module.named_parameters())
         check_module(by_name, ignored)
@@ -295,6 +317,9 @@ class ShardedModel(PlainView):
                     if refused is not None:
                         self.chunk_manager.training.refuse(refused)
                     wrapping.end()
+                if output_dtype is not None:
+                    # A hook: without it a call takes no longer.
+                    self.register_forward_hook(_CastsOutputs(output_dtype))
             except BaseException as error:
                 # The failure may have come before there were any hooks.
                 if "_hooks" in vars(self):

@@ -200,7 +200,7 @@ def test_a_script_may_ask_for_the_version_of_its_names() -> None:
         (".utils", "groups", "no tensor, sequence or expert groups"),
         (".runtime", "activation_checkpointing", "torch.utils.checkpoint"),
         (".runtime.utils", "clip_grad_norm_", "gemini.clip_grad_norm_"),
-        (".runtime.zero", "TiledLinear", "plan.explain"),
+        (".runtime.zero", "TiledLinearReturnBias", "gemini.TiledLinear"),
         (".runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "gemini.ShardedOptimizer"),
         (".ops", "FusedLamb", "norms of whole layers"),
         (".ops.adam", "FusedLamb", "norms of whole layers"),

@@ -190,8 +190,22 @@ def test_deepspeeds_snippets_on_parameters_run(rank: int, world_size: int) -> No
         assert not engine(batch(rank, 1, torch.float32)).any()
 
 
-def test_what_the_page_names_and_is_not_there_has_no_stub() -> None:
-    assert not hasattr(deepspeed.zero, "TiledLinear")
+@on_ranks(2)
+def test_deepspeeds_tiled_linear_takes_the_values_of_a_layer_and_trains(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    other = nn.Linear(WIDTH, WIDTH)
+    with deepspeed.zero.Init():
+        module = deepspeed.zero.TiledLinear(WIDTH, WIDTH, bias=True, in_splits=2, out_splits=3, init_linear=None)
+        module.copy_params_from(other)
+    config = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    x = batch(rank, 0, torch.float32)
+    # Two partial sums of 8 products each: |w x| is below 1, and the order of addition is another one.
+    assert (engine(x) - other(x)).abs().max() <= WIDTH * torch.finfo(torch.float32).eps
+    loss = loss_of(engine(x))
+    engine.backward(loss)
+    engine.step()
+    assert not torch.equal(loss_of(engine(x)), loss)
 
 
 COLOSSAL = """

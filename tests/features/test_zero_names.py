@@ -23,8 +23,10 @@ from tests.zoo.mlp import Mlp, assert_same, build, inputs, weights_of
 @pytest.mark.parametrize("config", [None, {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}])
 def test_a_model_is_built_in_deepspeeds_context(rank: int, world_size: int, config: Any) -> None:
     torch.manual_seed(0)
-    with deepspeed.zero.Init(config_dict_or_path=config):
+    with deepspeed.zero.Init(config_dict_or_path=config) as context:
         module = Mlp()
+    group = context.get_dp_process_group()
+    assert (context.get_partition_rank(), group is None or group.size()) == (rank, world_size)
     torch.manual_seed(0)
     plain = Mlp()
     with deepspeed.zero.GatheredParameters(module):

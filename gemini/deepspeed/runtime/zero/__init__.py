@@ -21,8 +21,15 @@ from gemini.errors import ConfigError
 from gemini.launch import ranks_of
 from gemini.log import warn_at_script
 from gemini.model.plain import GatheredParameters
+from gemini.model.tiled import TiledLinear
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
 
 _WITHOUT_EFFECT = {
     "mem_efficient_linear": "autograd keeps no copies of gathered weights here",
@@ -116,6 +123,15 @@ class Init(ZeroInitContext):
         super().__exit__(*failure)
         if self._store is not None:
             mark(link.managed.parameter for link in self._store.chunks.links())
+
+    def get_dp_process_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which parameters are divided; None: this process alone. Local. Raises nothing."""
+        return ranks_of(self._group)
+
+    def get_partition_rank(self) -> int:
+        """This process's rank among them. Local. Raises nothing. A subclass chooses no other: nothing asks it."""
+        group = self.get_dp_process_group()
+        return 0 if group is None else dist.get_rank(group)
 
 
 def _config_of(source: Source, group: dist.ProcessGroup | None) -> Config:
