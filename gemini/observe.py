@@ -133,6 +133,14 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """A forward, a backward or a step has ended with an error, which the script may catch."""
+
+    words: str
+    lacks_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TimesRead:
     """A step has read the times of the thread beside training, and counts from 0 again."""
 

@@ -164,7 +164,7 @@ class MemoryTier:
         # A mapping of the host arena fails with OSError, torch's device allocators with OutOfMemoryError, its CPU
         # allocator with RuntimeError. Other errors of these classes pass unchanged.
         except (torch.OutOfMemoryError, MemoryError, OSError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            if not _is_out_of_memory(error):
                 raise
             held, less = f"{self.ledger.total_bytes} bytes are taken", f"set a budget with {self._knob}"
             if self.capacity_bytes is not None:
@@ -182,8 +182,12 @@ class MemoryTier:
             ) from None
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the machine has no memory, on the device or the host."""
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that a budget, or the machine, has no room."""
+    return isinstance(error, BudgetError) or _is_out_of_memory(error)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from gemini.errors import DivergenceError, UnsupportedError, UpdatedInBackwardError
 from gemini.memory.modes import unhooked
-from gemini.observe import Feed, Met, Reached
+from gemini.memory.tier import lacks_memory
+from gemini.observe import Failed, Feed, Met, Reached
 from gemini.placement.next_use import Events, Phase, StepEvent
+from gemini.ranks.exit_report import words_of
 from gemini.ranks.group import Connection, dropped, end_dropped
 from gemini.ranks.watchdog import IN_BACKWARD, IN_STEP, Watchdog, advice
 from sharding import InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
@@ -486,6 +488,8 @@ class Communicator:
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. Local."""
+        if self.heard:
+            self.heard.tell(Failed(words_of(error), lacks_memory(error)))
         # All ranks refuse it alike, before anything has changed: the step may follow.
         if isinstance(error, UpdatedInBackwardError):
             return

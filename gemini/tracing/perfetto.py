@@ -14,6 +14,7 @@ from gemini.tracing.timeline import (
     alone_s,
     collectives_of,
     copies_of,
+    failures_of,
     positions_of,
     slot_uses,
     steps_of,
@@ -58,7 +59,11 @@ def chrome_events(trace: RankTrace) -> list[Json]:
         inside = [each for each in uses if each.slot == slot]
         its = [Slice(f"chunk {each.chunk}", each.begin_s, each.end_s, {"bytes": each.num_bytes}) for each in inside]
         rows.add(f"{inside[0].kind} {number}", its)
-    return [*rows.events, *_counters(trace, rows)]
+    failures = [
+        {"ph": "i", "s": "p", "name": f"failed: {words}", "pid": trace.rank, "tid": 0, "ts": rows.micros(at_s)}
+        for at_s, words in failures_of(trace)
+    ]
+    return [*rows.events, *_counters(trace, rows), *failures]
 
 
 def document(ranks: Sequence[Sequence[Json]], sums: Sequence[Json]) -> Json:

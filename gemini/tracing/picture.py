@@ -16,6 +16,7 @@ from gemini.tracing.timeline import (
     alone_s,
     collectives_of,
     copies_of,
+    failures_of,
     positions_of,
     slot_uses,
     steps_of,
@@ -73,11 +74,10 @@ def numbers_of(trace: RankTrace) -> Json:
                 "shortages": [[ms(at), words] for at, words in tier.shortages],
             }
         )
-    uses = slot_uses(trace)
     slots: dict[int, Json] = {}
-    for each in uses:
-        slot = slots.setdefault(each.slot, {"kind": each.kind, "bytes": each.num_bytes, "uses": []})
-        slot["uses"].append([each.chunk, ms(each.begin_s), ms(each.end_s)])
+    for use in slot_uses(trace):
+        slot = slots.setdefault(use.slot, {"kind": use.kind, "bytes": use.num_bytes, "uses": []})
+        slot["uses"].append([use.chunk, ms(use.begin_s), ms(use.end_s)])
     copies = copies_of(trace)
     rows = [
         {"name": link, "bars": _bars((each for each in copies if each.name == link), trace)}
@@ -95,8 +95,9 @@ def numbers_of(trace: RankTrace) -> Json:
         Slice(each.slice.name, *part) for each, parts in zip(waits, alone_s(waits), strict=True) for part in parts
     ]
     for cause in sorted({each.name for each in exposed}):
-        its = (each for each in exposed if each.name == cause)
-        rows.append({"name": f"exposed: {cause}", "bars": _bars(its, trace)})
+        rows.append(
+            {"name": f"exposed: {cause}", "bars": _bars((wait for wait in exposed if wait.name == cause), trace)}
+        )
     moved = Counter[str]()
     for each in copies:
         moved[each.name] += each.about["bytes"]
@@ -114,6 +115,7 @@ def numbers_of(trace: RankTrace) -> Json:
         "bytes_by_link": dict(moved),
         "words": words,
         "positions": [[ms(each.begin_s), each.about["phase"], number[each.name]] for each in positions],
+        "failures": [[ms(at), words] for at, words in failures_of(trace)],
         "step_ends": [ms(each.at_s) for each in trace.entries if isinstance(each.event, Stepped)],
         "steps": [
             [each.number, dict(each.moved_bytes), each.update_ms, dict(each.exposed_ms)] for each in steps_of(trace)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
 from time import perf_counter, time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import set_times
-from gemini.observe import Allowed, Copied, Feed, Held, Move, Occupied, Reached, Span, Stepped
+from gemini.observe import Allowed, Copied, Failed, Feed, Held, Occupied, Reached, Span, Stepped
 from gemini.runtime.manager import ChunkManager
 
 KEPT_STEPS = 2
@@ -95,6 +95,8 @@ class TraceRecording:
         self._ends: list[Callable[[], None]] = []
         self._begin_s = 0.0
         self._main_thread = 0
+        self.at_shortage: RankTrace | None = None
+        """What there was when a step had first no memory, which the script may have caught."""
         memory = manager.memory
         memory.work.join()  # the thread beside training would count bytes between the look at them and the first event
         held = {tier.name: Counter(tier.ledger.bytes_by_kind) for tier in self._tiers()}
@@ -127,6 +129,8 @@ class TraceRecording:
             self._step_ends.append(len(self._entries))
             if len(self._step_ends) > KEPT_STEPS:
                 self._drop(self._step_ends[0])
+        elif isinstance(event, Failed) and event.lacks_memory and self.at_shortage is None:
+            self.at_shortage = self._trace(list(self._entries), self._before.copy())
 
     def _drop(self, num: int) -> None:
         """Forget the first entries: the recording begins behind them."""
@@ -139,22 +143,27 @@ class TraceRecording:
 
     def end(self) -> RankTrace:
         """Listen no more. Waits for the thread beside training, and for copies that were begun."""
-        manager, entries = self._manager, self._entries
-        manager.memory.work.join()
-        end_s = perf_counter()
+        self._manager.memory.work.join()
         for end in self._ends:
             end()
-        self._finish_copies(end_s)
+        recorded = self._trace(self._entries, self._before)
+        for each in (self.at_shortage, recorded):
+            if each is not None:
+                _finish_copies(each, self._entries, self._origin)
+        return recorded
+
+    def _trace(self, entries: Sequence[Entry], before: Holdings) -> RankTrace:
+        manager = self._manager
         communicator = manager.communicator
-        reached = {self._before.position, *(each.event.position for each in entries if isinstance(each.event, Reached))}
+        reached = {before.position, *(each.event.position for each in entries if isinstance(each.event, Reached))}
         return RankTrace(
             communicator.rank,
             communicator.world_size,
             self._begin_s,
-            end_s,
+            perf_counter(),
             time() - perf_counter(),
             self._main_thread,
-            self._before,
+            before,
             entries,
             communicator.collectives.bytes_sent,
             [chunk.names() for chunk in manager.chunks],
@@ -162,19 +171,23 @@ class TraceRecording:
             list(communicator.position.operators),
         )
 
-    def _finish_copies(self, end_s: float) -> None:
-        """Write down when copies have begun and ended of which that was not known when they were told."""
-        events = [each.event for each in self._entries]
-        requests = {id(each.piece): each for each in events if isinstance(each, Span) and each.piece is not None}
-        for copied in events:
-            if isinstance(copied, Copied):
-                set_times(copied, self._origin)
-                its = [requests[id(piece)] for piece in copied.pieces if id(piece) in requests]
-                if its and copied.end_s is None:
-                    copied.begin_s, copied.end_s = min(each.begin_s for each in its), max(each.end_s for each in its)
-                elif copied.end_s is None:
-                    copied.end_s = copied.begin_s if copied.pieces == () else end_s
-                copied.pieces = ()
+
+def _finish_copies(trace: RankTrace, entries: Sequence[Entry], origin: Any) -> None:
+    """Write down when copies have begun and ended of which that was not known when they were told.
+
+    entries: which may go on behind those of the trace. origin: see `set_times`.
+    """
+    events = [each.event for each in entries]
+    requests = {id(each.piece): each for each in events if isinstance(each, Span) and each.piece is not None}
+    for copied in (each.event for each in trace.entries):
+        if isinstance(copied, Copied):
+            set_times(copied, origin)
+            its = [requests[id(piece)] for piece in copied.pieces if id(piece) in requests]
+            if its and copied.end_s is None:
+                copied.begin_s, copied.end_s = min(each.begin_s for each in its), max(each.end_s for each in its)
+            elif copied.end_s is None:
+                copied.end_s = trace.end_s if copied.pieces else copied.begin_s
+            copied.pieces = ()
 
 
 def _slots_of(manager: ChunkManager) -> Iterator[tuple[int, InSlot]]:
@@ -191,10 +204,3 @@ def _slots_of(manager: ChunkManager) -> Iterator[tuple[int, InSlot]]:
 def clock(trace: RankTrace, at_s: float) -> float:
     """A moment in seconds since 1970, which ranks of all machines count from."""
     return trace.epoch_s + at_s
-
-
-def moves_of(trace: RankTrace) -> Iterator[tuple[int, Move]]:
-    """The moves of chunks, with the threads that made them."""
-    for entry in trace.entries:
-        if isinstance(entry.event, Move):
-            yield entry.thread, entry.event

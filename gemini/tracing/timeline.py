@@ -10,7 +10,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gemini.observe import Allowed, Copied, Held, Met, Move, Occupied, Reached, Shortage, Span, Stepped, TimesRead
+from gemini.observe import (
+    Allowed,
+    Copied,
+    Failed,
+    Held,
+    Met,
+    Move,
+    Occupied,
+    Reached,
+    Shortage,
+    Span,
+    Stepped,
+    TimesRead,
+)
 from gemini.placement.next_use import Phase
 from gemini.tracing.recording import Entry, RankTrace
 
@@ -120,6 +133,11 @@ def slot_uses(trace: RankTrace) -> list[SlotUse]:
             if slot in held.in_slots:
                 open_now[slot] = held.in_slots[slot], entry.at_s
     return uses + [SlotUse(slot, *its, begin_s, trace.end_s) for slot, (its, begin_s) in open_now.items()]
+
+
+def failures_of(trace: RankTrace) -> list[tuple[float, str]]:
+    """When a forward, a backward or a step has failed, and why."""
+    return [(each.at_s, each.event.words) for each in trace.entries if isinstance(each.event, Failed)]
 
 
 def copies_of(trace: RankTrace) -> list[Slice]:

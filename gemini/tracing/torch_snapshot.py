@@ -53,7 +53,7 @@ class _Allocator:
 
     def _free(self, kind: str, num_bytes: int) -> Iterator[tuple[str, _Block]]:
         """Free that many bytes of a kind: the block of this size, or some of which the last is divided."""
-        blocks = self._live[kind]
+        blocks = self._live.get(kind, [])
         same = next((each for each in reversed(blocks) if each.num_bytes == num_bytes), None)
         if same is not None:
             blocks.remove(same)

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
+import torch
+
 from gemini.errors import BudgetError, RemoteRankError
-from gemini.memory.tier import is_out_of_memory
+from gemini.memory.tier import lacks_memory
 from gemini.model.sharded_model import ShardedModel
 from gemini.tracing.perfetto import chrome_events, document, sums_of
 from gemini.tracing.picture import page_of, script
@@ -48,6 +50,11 @@ class Traced:
         with self.snapshot.open("wb") as file:
             pickle.dump(snapshot_of(trace), file)
 
+    def write_alone(self, trace: RankTrace) -> None:
+        """Write everything without the other ranks. Raises OSError."""
+        self.write(trace)
+        self.write_trace(f"trace_rank{trace.rank}.json", [_packed(trace)])
+
     def write_trace(self, name: str, ranks: Sequence[bytes]) -> None:
         """Write the trace of these ranks, each as `_packed` has it. Raises OSError."""
         unpacked = [json.loads(zlib.decompress(each)) for each in ranks]
@@ -72,8 +79,9 @@ def trace(model: ShardedModel, directory: str | PathLike[str], *, on_oom: bool =
     Args:
         model: a `ShardedModel`. Of an engine it is `engine.model`.
         directory: for the files, which replace those of before. It is made if it is not there.
-        on_oom: True writes only if the block ends with an error for lack of memory, a `BudgetError` or the machine's,
-            and keeps only the last steps: the whole training may stand in the block.
+        on_oom: True writes only if a step, or the block, ends with an error for lack of memory, a `BudgetError` or the
+            machine's, also where the script catches it; of several such steps the first. Only the last steps are kept:
+            the whole training may stand in the block.
 
     Raises TypeError for another model, and ImportError without the package plotly, before anything is recorded; OSError
     where files cannot be written.
@@ -96,17 +104,19 @@ def trace(model: ShardedModel, directory: str | PathLike[str], *, on_oom: bool =
     except BaseException as error:
         recorded = recording.end()
         if not on_oom or _is_for_lack_of_memory(error):
-            traced.write(recorded)
-            traced.write_trace(f"trace_rank{recorded.rank}.json", [_packed(recorded)])
+            traced.write_alone(recorded)
             error.add_note(f"gemini.trace has written what memory held to {traced.picture}")
+        elif recording.at_shortage is not None:
+            traced.write_alone(recording.at_shortage)
         raise
     recorded = recording.end()
-    if on_oom:
-        return
-    traced.write(recorded)
-    ranks = model.chunk_manager.communicator.all_gather_bytes(_packed(recorded), "traces")
-    if recorded.rank == 0:
-        traced.write_trace("trace.json", ranks)
+    if not on_oom:
+        traced.write(recorded)
+        ranks = model.chunk_manager.communicator.all_gather_bytes(_packed(recorded), "traces")
+        if recorded.rank == 0:
+            traced.write_trace("trace.json", ranks)
+    elif recording.at_shortage is not None:
+        traced.write_alone(recording.at_shortage)
 
 
 def _packed(trace: RankTrace) -> bytes:
@@ -116,8 +126,5 @@ def _packed(trace: RankTrace) -> bytes:
 
 def _is_for_lack_of_memory(error: BaseException) -> bool:
     """On this rank, or on another one that says so."""
-    return (
-        isinstance(error, BudgetError)
-        or is_out_of_memory(error)
-        or (isinstance(error, RemoteRankError) and ("BudgetError" in str(error) or "OutOfMemoryError" in str(error)))
-    )
+    names = BudgetError.__name__, torch.OutOfMemoryError.__name__
+    return lacks_memory(error) or (isinstance(error, RemoteRankError) and any(name in str(error) for name in names))
