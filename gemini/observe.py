@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
@@ -96,6 +96,25 @@ class Copied:
     pieces: tuple[object, ...] = ()  # requests of a disk, whose ends are the copy's
     marks: tuple[Any, Any] | None = None  # events of an accelerator before and behind it, which know its times
 
+    def end(self) -> None:
+        """The copy is done."""
+        self.end_s = perf_counter()
+
+    def wait_for(self, pieces: Sequence[object]) -> None:
+        """The copy is done when these requests are; without any it is done."""
+        if pieces:
+            self.pieces = tuple(pieces)
+        else:
+            self.end()
+
+    def mark(self, begin: object, end: object) -> None:
+        """The copy is between these events of an accelerator."""
+        self.marks = begin, end
+
+    def set_times(self, begin_s: float, end_s: float) -> None:
+        """These are known, and nothing else is needed to find them."""
+        self.begin_s, self.end_s, self.pieces, self.marks = begin_s, end_s, (), None
+
 
 @dataclass(slots=True)
 class Met:
@@ -108,6 +127,14 @@ class Met:
     begin_s: float
     waited_from_s: float = 0.0
     end_s: float | None = None
+
+    def begin_wait(self) -> None:
+        """Training waits for it from now on."""
+        self.waited_from_s = perf_counter()
+
+    def end(self) -> None:
+        """It is over."""
+        self.end_s = perf_counter()
 
 
 @dataclass(frozen=True, slots=True)

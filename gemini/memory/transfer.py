@@ -171,7 +171,7 @@ class OnStream:
                 begin = None if copied is None else self.mark(stream)
                 to.flat.copy_(source.flat, non_blocking=True)
                 if copied is not None and begin is not None:
-                    copied.marks = begin, self.mark(stream)
+                    copied.mark(begin, self.mark(stream))
                 event, number, clock = self._event(), next(self._numbers), self.clock(stream)
                 event.record(stream)
                 clock[stream] = number
@@ -391,7 +391,7 @@ class Transfer:
                 source.tickets.write.wait()
             to.flat.copy_(source.flat)
             if copied is not None:
-                copied.end_s = perf_counter()
+                copied.end()
             return None
         # Reads may overlap: the copy waits for the source's last write only, but for every pending use of its target.
         write = source.tickets.write
@@ -438,7 +438,7 @@ class Transfer:
                 requests += (self.disk.reading if source.tier is Tier.DISK else self.disk.writing)(to.flat, source.flat)
         for copied in told:
             if copied is not None:
-                copied.pieces, copied.end_s = tuple(requests), None if requests else perf_counter()
+                copied.wait_for(requests)
         if not requests or self.disk is None:
             return None
         ticket: Ticket = DiskTicket(requests, self.heard)
@@ -456,12 +456,12 @@ class Transfer:
         return ticket
 
 
-def set_times(copied: Copied, origin: tuple[torch.Event, float] | None) -> None:
-    """Write down when a copy that is over has begun and ended on an accelerator. origin: of `Transfer.mark_now`."""
+def find_times(copied: Copied, origin: tuple[torch.Event, float] | None) -> None:
+    """Find out when a copy has begun and ended on an accelerator, and wait for it. origin: of `Transfer.mark_now`."""
     if copied.marks is not None and origin is not None:
         mark, at_s = origin
-        begin, end = (at_s + mark.elapsed_time(each) / 1e3 for each in copied.marks)
-        copied.begin_s, copied.end_s, copied.marks = begin, end, None
+        copied.marks[1].synchronize()
+        copied.set_times(*(at_s + mark.elapsed_time(each) / 1e3 for each in copied.marks))
 
 
 def wait_on_host(*regions: Region) -> None:

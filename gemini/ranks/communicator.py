@@ -252,9 +252,9 @@ class LastCollective:
 
 def _finish_told(finish: Callable[[], None], met: Met) -> None:
     """Finish a collective that somebody was told of."""
-    met.waited_from_s = perf_counter()
+    met.begin_wait()
     finish()
-    met.end_s = perf_counter()
+    met.end()
 
 
 class Communicator:
@@ -542,7 +542,7 @@ class Communicator:
         except TagMismatch as mismatch:
             raise self._refusal(mismatch) from None
         if self._met is not None:
-            self._met.end_s = perf_counter()
+            self._met.end()
 
     def _refusal(self, mismatch: TagMismatch) -> DivergenceError:
         """The error for tags that differ, which the other ranks are told."""

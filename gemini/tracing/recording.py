@@ -11,7 +11,7 @@ from time import perf_counter, time
 from typing import Any, NamedTuple
 
 from gemini.memory.tier import MemoryTier
-from gemini.memory.transfer import set_times
+from gemini.memory.transfer import find_times
 from gemini.observe import Allowed, Copied, Failed, Feed, Held, Occupied, Reached, Span, Stepped
 from gemini.runtime.manager import ChunkManager
 
@@ -175,19 +175,18 @@ class TraceRecording:
 def _finish_copies(trace: RankTrace, entries: Sequence[Entry], origin: Any) -> None:
     """Write down when copies have begun and ended of which that was not known when they were told.
 
-    entries: which may go on behind those of the trace. origin: see `set_times`.
+    entries: which may go on behind those of the trace. origin: see `find_times`.
     """
     events = [each.event for each in entries]
     requests = {id(each.piece): each for each in events if isinstance(each, Span) and each.piece is not None}
     for copied in (each.event for each in trace.entries):
         if isinstance(copied, Copied):
-            set_times(copied, origin)
+            find_times(copied, origin)
             its = [requests[id(piece)] for piece in copied.pieces if id(piece) in requests]
-            if its and copied.end_s is None:
-                copied.begin_s, copied.end_s = min(each.begin_s for each in its), max(each.end_s for each in its)
+            if copied.end_s is None and its:
+                copied.set_times(min(each.begin_s for each in its), max(each.end_s for each in its))
             elif copied.end_s is None:
-                copied.end_s = trace.end_s if copied.pieces else copied.begin_s
-            copied.pieces = ()
+                copied.set_times(copied.begin_s, trace.end_s if copied.pieces else copied.begin_s)
 
 
 def _slots_of(manager: ChunkManager) -> Iterator[tuple[int, InSlot]]:
