@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from gemini.placement.search import plan_model
     from gemini.runtime.manager import ChunkManager
     from gemini.settings import Settings
+    from gemini.tracing.trace import trace
     from optim import CPUAdam, HybridAdam, clip_grad_norm_
     from sharding import (
         BucketTensorShardStrategy,
@@ -175,6 +176,7 @@ __all__ = [
     "specs_of",
     "spend_rest",
     "state_hash",
+    "trace",
     "unregister_external_parameter",
     "unset_leaf_module",
 ]
@@ -281,6 +283,7 @@ _HOMES = {
     "gemini.placement.search": ("plan_model",),
     "gemini.runtime.manager": ("ChunkManager",),
     "gemini.settings": ("Settings",),
+    "gemini.tracing.trace": ("trace",),
     "optim": (
         "CPUAdam",
         "HybridAdam",

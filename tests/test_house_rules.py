@@ -30,6 +30,7 @@ LAYERS = (
     "model",
     "optimizer",
     "checkpoint",
+    "tracing",
     "engine",
     "deepspeed",
     "integrations",

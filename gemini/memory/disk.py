@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol, cast
 
 import psutil
@@ -26,6 +27,7 @@ from gemini.errors import BudgetError, GeminiError, UnsupportedError, closed
 from gemini.memory.direct import BLOCK_BYTES, DirectFile, in_blocks
 from gemini.memory.tier import MemoryTier
 from gemini.memory.workers import Workers, WorkPiece, give_up
+from gemini.observe import Feed, Span
 from gemini.placement.demand import format_bytes
 
 
@@ -93,6 +95,11 @@ class DiskTier(MemoryTier):
         self._checks = checks
         self._forked_from = 0  # the process whose file this is; 0: this one
         _all_tiers.add(self)
+
+    @property
+    def requests(self) -> Feed:
+        """Tells of every request that a thread has carried out."""
+        return self._workers.heard
 
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
         self.refuse_if_ended()
@@ -457,16 +464,23 @@ class DiskTicket:
 
     number = -1  # it is no copy of a stream's
 
-    def __init__(self, requests: Sequence[WorkPiece], is_of_reader: bool = False) -> None:
-        """is_of_reader: of memory that was only read, whose content is right however the copy ends."""
+    def __init__(self, requests: Sequence[WorkPiece], heard: Feed, is_of_reader: bool = False) -> None:
+        """is_of_reader: of memory that was only read, whose content is right however the copy ends.
+
+        heard: is told how long somebody has waited.
+        """
+        self._heard = heard
         self._requests = requests
         self._raises = not is_of_reader
 
     def wait(self) -> None:
         """See `Ticket`. Raises DiskFailure if the disk has failed."""
         # All of them before the first error: nobody may use the memory while a request is on its way.
+        begin_s = perf_counter() if self._heard else 0.0
         for each in self._requests:
             each.wait()
+        if begin_s:
+            self._heard.tell(Span("disk", begin_s, perf_counter()))
         if self._raises:
             for each in self._requests:
                 each.result()

@@ -19,6 +19,7 @@ from torch import Tensor
 from gemini.memory.modes import unseen
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import Region, drop_copies, ready, wait_on_stream
+from gemini.observe import Occupied
 from gemini.placement.demand import Kind, Tier
 
 _use_count = torch._C._storage_Use_Count
@@ -67,10 +68,14 @@ class Slot(SharedStorage):
     def occupy(self, chunk: int) -> None:
         """The slot, which is free, gets the payload of the chunk with this index."""
         self.chunk = chunk
+        if self._tier.ledger.heard:
+            self._tier.ledger.heard.tell(Occupied(self._kind, id(self), self.num_bytes, chunk))
 
     def vacate(self) -> None:
         """The chunk has left the slot. Of a pool's slot `SlotPool.vacate` says so: the pool must find it first."""
         self.chunk = None
+        if self._tier.ledger.heard:
+            self._tier.ledger.heard.tell(Occupied(self._kind, id(self), self.num_bytes, None))
 
     def stand_at(self, place: int) -> None:
         """Take this place in the order of a pool's slots; -1: leave the pool. Only the pool calls it."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gemini.errors import BudgetError
+from gemini.observe import Allowed, Feed, Held, Shortage
 from gemini.placement.demand import format_bytes
 
 # -- The byte ledger: how many bytes of which kind a tier holds, and their peak.
@@ -30,6 +31,7 @@ class Ledger:
         self.num_allocations = 0
         self.num_evaded = 0
         """Shortages of the machine where the host tier took the bytes instead, so that model data need not shrink."""
+        self.heard = Feed()
 
     def count_allocated(self, kind: str, num_bytes: int) -> None:
         self.num_allocations += 1
@@ -37,12 +39,16 @@ class Ledger:
         self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.bytes_by_kind[kind])
         self.total_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+        if self.heard:
+            self.heard.tell(Held(kind, num_bytes))
 
     def count_freed(self, kind: str, num_bytes: int) -> None:
         self.bytes_by_kind[kind] -= num_bytes
         self.total_bytes -= num_bytes
         # A region that is given back twice, or as another kind, is found here.
         assert self.bytes_by_kind[kind] >= 0, f"more {kind} bytes freed than allocated"
+        if self.heard:
+            self.heard.tell(Held(kind, -num_bytes))
 
     def count_evaded(self) -> None:
         """The host tier takes bytes that the machine did not have on this one."""
@@ -54,6 +60,9 @@ class Ledger:
         self.bytes_by_kind[was] -= num_bytes
         self.bytes_by_kind[kind] += num_bytes
         self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self.bytes_by_kind[kind])
+        if self.heard:
+            self.heard.tell(Held(was, -num_bytes))
+            self.heard.tell(Held(kind, num_bytes))
 
 
 # -- The interface of a memory tier to the chunk manager: flat byte buffers, taken and given back by kind.
@@ -97,6 +106,8 @@ class MemoryTier:
     def allow(self, capacity_bytes: int | None) -> None:
         """Set the capacity; None: no bound. Bytes that are taken already stay, even above it."""
         self.capacity_bytes = capacity_bytes
+        if self.ledger.heard:
+            self.ledger.heard.tell(Allowed(capacity_bytes))
 
     def poison(self, buffer: Tensor) -> None:
         """Overwrite a buffer so that reads yield NaN, on tiers that can. Other tiers do nothing."""
@@ -130,6 +141,8 @@ class MemoryTier:
     def _refusal(
         self, words: str, needed_bytes: int, budget_bytes: int | None, is_shortage: bool = False
     ) -> BudgetError:
+        if self.ledger.heard:
+            self.ledger.heard.tell(Shortage(words))
         return BudgetError(
             f"{self.name}: {words}",
             tier=self.name,
@@ -167,6 +180,11 @@ class MemoryTier:
                 self.capacity_bytes,
                 is_shortage=True,
             ) from None
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that a budget, or the machine, has no room."""
+    return isinstance(error, BudgetError) or _is_out_of_memory(error)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

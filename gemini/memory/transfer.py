@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from gemini.memory.direct import aligned_bytes
 from gemini.memory.disk import DiskTicket, DiskTier
 from gemini.memory.tier import MemoryTier
 from gemini.memory.workers import Over, WorkPiece
+from gemini.observe import Copied, Feed, Span
 from gemini.placement.demand import Tier
 from gemini.placement.needs import round_to_alignment
 
@@ -149,11 +151,15 @@ class OnStream:
         self._clocks: dict[torch.Stream, Clock] = {}  # by stream: the copies behind which it runs from now on
         self._numbers = count()
         self._aside: torch.Stream | None = None
+        self.heard = Feed()
         # A thread that updates weights starts copies, too. Whoever waits for a thread does so without the lock.
         self.lock = threading.RLock()
 
-    def start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> StreamTicket:
-        """Copy `source` to `to` once all of `behind`, and what the current stream was given so far, are done."""
+    def start(self, to: Region, source: Region, behind: Sequence[Ticket], copied: Copied | None = None) -> StreamTicket:
+        """Copy `source` to `to` once all of `behind`, and what the current stream was given so far, are done.
+
+        copied: gets marks of the copy's times.
+        """
         with self.lock:
             stream = self._streams.get(to.tier)
             if stream is None:
@@ -163,7 +169,10 @@ class OnStream:
             for ticket in behind:
                 ticket.order()
             with self.lock:
+                begin = None if copied is None else self.mark(stream)
                 to.flat.copy_(source.flat, non_blocking=True)
+                if copied is not None and begin is not None:
+                    copied.mark(begin, self.mark(stream))
                 event, number, clock = self._event(), next(self._numbers), self.clock(stream)
                 event.record(stream)
                 clock[stream] = number
@@ -220,6 +229,15 @@ class OnStream:
     def new_event(self) -> torch.Event:
         return torch.Event(self.device)
 
+    def mark(self, stream: torch.Stream) -> torch.Event | None:
+        """An event behind what the stream was given so far, which knows its time. None: the device has none."""
+        # torch's stand-ins of an accelerator need not have times.
+        with suppress(RuntimeError, NotImplementedError):
+            event = torch.Event(self.device, enable_timing=True)
+            event.record(stream)
+            return event
+        return None
+
 
 class StreamTicket:
     """An event recorded after a copy. Once the ticket is dropped nobody can wait for the event, so it is reused."""
@@ -234,8 +252,11 @@ class StreamTicket:
         done = self._lane.done
         # One wait answers for all copies behind which this one began.
         if done.get(self._stream, -1) < self.number:
+            begin_s = perf_counter()
             self._event.synchronize()
             advance(done, self._clock)
+            if self._lane.heard:
+                self._lane.heard.tell(Span("copy", begin_s, perf_counter()))
 
     def order(self) -> None:
         # A copy that the host has waited for is over.
@@ -330,12 +351,23 @@ class Transfer:
         self.bytes_by_link: Counter[str] = Counter()  # copied so far: "host->device", "device->host", "disk->host" ...
         self.disk = disk  # None: nothing rests on one
         self._lane = lane_of(device)
+        self.heard = Feed() if self._lane is None else self._lane.heard
         self._staging = _Staging()
         self._counting = threading.Lock()  # two threads may copy
 
     def aside(self) -> AbstractContextManager[object]:
         """For another thread to enter: its copies come behind what was launched here so far, and nothing else."""
         return nullcontext() if self._lane is None else self._lane.aside()
+
+    def mark_now(self) -> tuple[torch.Event, float] | None:
+        """An idle device's event, and when it was, as `perf_counter` says: from there marks of copies get their times.
+
+        None: copies have no marks. Waits for the device.
+        """
+        if self._lane is None or (mark := self._lane.mark(self._lane.stream())) is None:
+            return None
+        mark.synchronize()
+        return mark, perf_counter()
 
     def copy(self, to: Region, source: Region) -> Ticket | None:
         """Copy `source` to `to` element by element, with a cast if the dtypes differ. None: the copy is done.
@@ -349,20 +381,23 @@ class Transfer:
             return None
         with self._counting:
             self.bytes_by_link[f"{source.tier}->{to.tier}"] += source.flat.nbytes
+            copied = self._tell(to, source) if self.heard else None
         if Tier.DISK in (to.tier, source.tier):
-            return self._copy_on_disk([(to, source)])
+            return self._copy_on_disk([(to, source)], [copied])
         if self._lane is None:
-            # Copies are done at once here, but a thread may still read what is about to be overwritten: see
-            # [Note: In the background] in checkpoint/saving.py.
+            # Copies are done at once here. A thread may still read what is about to be overwritten, see [Note: In the
+            # background] in checkpoint/saving.py, and a sum on the host may still be made, see `HostSum`.
             wait_on_host(to)
             # A sum on the host may still be made: see `SumOnWait`.
             if source.tickets.write is not None:
                 source.tickets.write.wait()
             to.flat.copy_(source.flat)
+            if copied is not None:
+                copied.end()
             return None
         # Reads may overlap: the copy waits for the source's last write only, but for every pending use of its target.
         write = source.tickets.write
-        ticket = self._lane.start(to, source, to.tickets.pending + ([] if write is None else [write]))
+        ticket = self._lane.start(to, source, to.tickets.pending + ([] if write is None else [write]), copied)
         source.tickets.note_read(ticket)
         to.tickets.note_write(ticket)
         return ticket
@@ -372,10 +407,22 @@ class Transfer:
         with self._counting:
             for to, source in pairs:
                 self.bytes_by_link[f"{source.tier}->{to.tier}"] += source.nbytes
-        self._copy_on_disk(pairs)
+            told = [self._tell(to, source) for to, source in pairs] if self.heard else []
+        self._copy_on_disk(pairs, told)
 
-    def _copy_on_disk(self, pairs: Sequence[tuple[Region, Region]]) -> Ticket | None:
-        """Copies from or to the disk, beside whatever the host and the device do. None: they are done."""
+    def _tell(self, to: Region, source: Region) -> Copied:
+        """Tell of a copy that begins, and is counted on its link."""
+        copied = Copied(f"{source.tier}->{to.tier}", source.nbytes, perf_counter())
+        self.heard.tell(copied)
+        return copied
+
+    def _copy_on_disk(
+        self, pairs: Sequence[tuple[Region, Region]], told: Sequence[Copied | None] = ()
+    ) -> Ticket | None:
+        """Copies from or to the disk, beside whatever the host and the device do. None: they are done.
+
+        told: of the pairs, if anybody listens.
+        """
         requests: list[WorkPiece] = []
         staged: list[tuple[Region, Region]] = []
         for to, source in pairs:
@@ -391,21 +438,32 @@ class Transfer:
                 requests += self.disk.reading(staged[-1][1].flat, source.flat)
             else:
                 requests += (self.disk.reading if source.tier is Tier.DISK else self.disk.writing)(to.flat, source.flat)
+        for copied in told:
+            if copied is not None:
+                copied.wait_for(requests)
         if not requests or self.disk is None:
             return None
-        ticket: Ticket = DiskTicket(requests)
+        ticket: Ticket = DiskTicket(requests, self.heard)
         if self._lane is not None and staged:
             ticket = _Onward(ticket, self._lane, staged)
         try:
             # Noted before they begin: memory that a request uses is never without a ticket.
             for to, source in pairs:
-                source.tickets.note_read(DiskTicket(requests, is_of_reader=True))
+                source.tickets.note_read(DiskTicket(requests, self.heard, is_of_reader=True))
                 to.tickets.note_write(ticket)
             self.disk.begin(requests)
         except BaseException as error:
             self.disk.give_up(requests, error)
             raise
         return ticket
+
+
+def find_times(copied: Copied, origin: tuple[torch.Event, float] | None) -> None:
+    """Find out when a copy has begun and ended on an accelerator, and wait for it. origin: of `Transfer.mark_now`."""
+    if copied.marks is not None and origin is not None:
+        mark, at_s = origin
+        copied.marks[1].synchronize()
+        copied.set_times(*(at_s + mark.elapsed_time(each) / 1e3 for each in copied.marks))
 
 
 def wait_on_host(*regions: Region) -> None:

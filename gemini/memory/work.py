@@ -13,6 +13,7 @@ from functools import partial
 
 from gemini.memory.transfer import Region, Ticket, Tickets
 from gemini.memory.workers import Over, Workers, WorkPiece, give_up
+from gemini.observe import Feed, Span, TimesRead
 
 
 class WorkTicket:
@@ -78,6 +79,7 @@ class WorkThread:
         self._workers = Workers(1)
         self._last: WorkPiece | None = None
         self._busy_s = self._waited_s = 0.0
+        self.heard = Feed()
 
     @property
     def is_busy(self) -> bool:
@@ -99,7 +101,10 @@ class WorkThread:
         try:
             work()
         finally:
-            self._busy_s += time.perf_counter() - start
+            end = time.perf_counter()
+            self._busy_s += end - start
+            if self.heard:
+                self.heard.tell(Span("work", start, end))
 
     def wait_for(self, over: Over) -> None:
         """Wait for a part of the work. Raises what it has raised."""
@@ -108,7 +113,10 @@ class WorkThread:
             try:
                 over.wait()
             finally:
-                self._waited_s += time.perf_counter() - start
+                end = time.perf_counter()
+                self._waited_s += end - start
+                if self.heard:
+                    self.heard.tell(Span("thread", start, end))
         over.result()
 
     def finish(self) -> None:
@@ -124,6 +132,8 @@ class WorkThread:
     def pop_times(self) -> tuple[float, float]:
         """Seconds that the thread has worked, and that others have waited for it, since the last call."""
         times, self._busy_s, self._waited_s = (self._busy_s, self._waited_s), 0.0, 0.0
+        if self.heard:
+            self.heard.tell(TimesRead())
         return times
 
     def join(self) -> None:

@@ -19,6 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
+from time import perf_counter
+
+from gemini.observe import Feed, Span
 
 
 class Over:
@@ -126,6 +129,7 @@ class Workers:
         self._queue: _Queue = SimpleQueue()
         self._threads: dict[int, Over] = {}  # by its number: that the thread has ended
         self._left: set[WorkPiece] = set()  # begun, and not over
+        self.heard = Feed()
         _all_workers.add(self)
 
     def begin(self, pieces: Iterable[WorkPiece]) -> None:
@@ -133,7 +137,7 @@ class Workers:
         while len(self._threads) < self._num_threads:
             ended = Over()
             # Not `threading.Thread`, whose `start` waits by such a lock: see [Note: Interrupted waits].
-            self._threads[start_new_thread(_serve, (self._queue, self._left, ended))] = ended
+            self._threads[start_new_thread(_serve, (self._queue, self._left, ended, self.heard))] = ended
         for piece in pieces:
             self._left.add(piece)
             self._queue.put(piece)
@@ -178,13 +182,16 @@ class Workers:
             self._queue.put(None)
 
 
-def _serve(queue: _Queue, left: set[WorkPiece], ended: Over) -> None:
+def _serve(queue: _Queue, left: set[WorkPiece], ended: Over, heard: Feed) -> None:
     """What a thread does."""
     while True:
         piece = queue.get()
         if piece is None:
             break
+        begin_s = perf_counter()
         piece.carry_out()
+        if heard:
+            heard.tell(Span("request", begin_s, perf_counter(), piece=piece))
         left.discard(piece)
         # Until the next piece comes it would keep what belongs to this one.
         del piece

@@ -92,7 +92,7 @@ class FsdpMethods(PlainView):
             self._unsynced = None
         if not requires_gradient_sync:
             self._unsynced = ExitStack()
-            self._unsynced.enter_context(self.chunk_manager.grads.accumulation.unsynchronized())
+            self._unsynced.enter_context(self.chunk_manager.grads.books.unsynchronized())
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """A hint without effect: the order of the first forward is what later ones fetch ahead by. Local.

@@ -17,6 +17,7 @@ from gemini.log import warn_at_script
 from gemini.memory.modes import A_HOOK, never_traced
 from gemini.memory.transfer import Region
 from gemini.model.sharded_model import ShardedModel
+from gemini.observe import Stepped
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import ElementwiseUpdate, group_in_words
 from gemini.optimizer.given import GroupEdits, ShownGroups
@@ -641,6 +642,8 @@ class OptimizerStep:
         if self._in_backward is not None:
             self._in_backward.sums.discard_sums()
         self.last = StepReport(number, norm, factors.clip, skipped, scale, self._moved(), *self._times_ms)
+        if self._manager.observer.steps:
+            self._manager.observer.steps.tell(Stepped(self.last))
         if updated:
             self._scaling.after_step(skipped)
 

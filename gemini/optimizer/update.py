@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from gemini.errors import BudgetError, GeminiError, UnsupportedError, UpdatedInB
 from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, wait_on_stream, wait_on_tier
 from gemini.memory.work import WorkTicket
+from gemini.observe import Span
 from gemini.optimizer.chunk_states import ChunkOptimizerState
 from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate
 from gemini.optimizer.given import GroupEdits
@@ -287,12 +289,13 @@ class ChunkUpdates:
             with self._failures.tearing(), torch.no_grad(), beside:
                 try:
                     for batch in self._batches(updates, DEFERRED_NUMEL):
-                        at = batch[0].state.chunk
+                        begin_s, at = perf_counter(), batch[0].state.chunk
                         update.launch([run for each in batch for run in each.runs])
                         for each in batch:
                             at = each.state.chunk
                             _close(each)
                             each.end()
+                        self._tell(batch, begin_s)
                 except Exception as error:
                     raise GeminiError(
                         f"the update of chunk {at.index} ({at.names()}) on the host, beside the next forward, failed: "
@@ -398,11 +401,22 @@ class ChunkUpdates:
 
     def _finish(self, batch: Sequence[_ChunkUpdate], factors: GradientFactors) -> None:
         """Launch the batch, and bring the new weights home. Local."""
+        begin_s = perf_counter()
         self._update.update([run for each in batch for run in each.runs], self._param_groups, factors)
         for each in batch:
             # A torch optimizer's new states get memory in here.
             self._note_updated(each)
             _close(each)
+        self._tell(batch, begin_s)
+
+    def _tell(self, batch: Sequence[_ChunkUpdate], begin_s: float) -> None:
+        """Tell who listens of chunks that were launched together, each with its share of the time."""
+        steps = self._params.observer.steps
+        if steps:
+            step_s = (perf_counter() - begin_s) / len(batch)
+            for number, each in enumerate(batch):
+                times = begin_s + number * step_s, begin_s + (number + 1) * step_s
+                steps.tell(Span("update", *times, chunk=each.state.chunk.index))
 
     def _note_updated(self, update: _ChunkUpdate) -> None:
         """The chunk has new weights, or whoever asks for them waits for them."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
 from itertools import takewhile, zip_longest
+from time import perf_counter
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
@@ -22,7 +24,10 @@ from torch import Tensor
 
 from gemini.errors import DivergenceError, UnsupportedError, UpdatedInBackwardError
 from gemini.memory.modes import unhooked
+from gemini.memory.tier import lacks_memory
+from gemini.observe import Failed, Feed, Met, Reached
 from gemini.placement.next_use import Events, Phase, StepEvent
+from gemini.ranks.exit_report import words_of
 from gemini.ranks.group import Connection, dropped, end_dropped
 from gemini.ranks.watchdog import IN_BACKWARD, IN_STEP, Watchdog, advice
 from sharding import InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
@@ -146,6 +151,7 @@ class StepPosition:
         self.now = 0  # in this process; it is in the tags of collectives
         self.events = Events()
         self._recording: Recording | None = None  # measures the events of the running step, if it is recorded
+        self.heard = Feed()
 
     @property
     def operator(self) -> int:
@@ -164,10 +170,14 @@ class StepPosition:
         self.events.reach(operator, phase)
         if self._recording is not None:
             self._recording.reached(self.events.now)
+        if self.heard:
+            self.heard.tell(Reached(self.now))
 
     def return_to(self, position: int) -> None:
         """Be at `position` again, which `now` was before a use that has ended. That is no event."""
         self.now = position
+        if self.heard:
+            self.heard.tell(Reached(position))
 
     def reset(self) -> None:
         """Be where a step begins: the running one failed."""
@@ -240,6 +250,13 @@ class LastCollective:
         return self.sequence, f"{what}, {place} (collective {self.sequence})"
 
 
+def _finish_told(finish: Callable[[], None], met: Met) -> None:
+    """Finish a collective that somebody was told of."""
+    met.begin_wait()
+    finish()
+    met.end()
+
+
 class Communicator:
     """The collectives of a process group of its own. `group=None` means one rank. Collective to create."""
 
@@ -249,6 +266,8 @@ class Communicator:
         self.position = position
         self.plan_hash = 0  # of the plan in force; 0 before there is one
         self._last = LastCollective(position)
+        self.heard = Feed()
+        self._met: Met | None = None  # the last collective, if anybody listens
         self._process = os.getpid()
         self._replay = ScheduleReplay()
         self._parent = group
@@ -361,7 +380,7 @@ class Communicator:
                 raise self._refusal(mismatch) from None
             is_open.difference_update(launched.works)
 
-        return finish
+        return finish if self._met is None else partial(_finish_told, finish, self._met)
 
     def all_reduce_sum_(self, tensor: Tensor, what: str) -> None:
         """Replace `tensor` by the sum over ranks. `what` names the collective. Collective."""
@@ -469,6 +488,8 @@ class Communicator:
 
     def publish(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. Local."""
+        if self.heard:
+            self.heard.tell(Failed(words_of(error), lacks_memory(error)))
         # All ranks refuse it alike, before anything has changed: the step may follow.
         if isinstance(error, UpdatedInBackwardError):
             return
@@ -492,7 +513,15 @@ class Communicator:
         kind = KINDS.index(what) if what in KINDS else len(KINDS)
         moment = self.position.now
         sequence = self._last.begin(what, chunk, moment)
+        self._met = self._tell(what, chunk) if self.heard else None
         return Tag(self.plan_hash, sequence & 0xFFFFFFFF, kind << KIND_SHIFT | chunk, moment)
+
+    def _tell(self, what: str, chunk: int) -> Met:
+        """Tell of a collective that is about to be launched."""
+        now = perf_counter()
+        met = Met(what, chunk, self.position.now, self.collectives.bytes_sent, now, now)
+        self.heard.tell(met)
+        return met
 
     def _refuse_forked(self) -> None:
         """Raises UnsupportedError in a forked child: it has the sockets, but not the threads that serve them."""
@@ -512,6 +541,8 @@ class Communicator:
                 yield
         except TagMismatch as mismatch:
             raise self._refusal(mismatch) from None
+        if self._met is not None:
+            self._met.end()
 
     def _refusal(self, mismatch: TagMismatch) -> DivergenceError:
         """The error for tags that differ, which the other ranks are told."""

@@ -1,11 +1,15 @@
 """What only a stand-in can show: what is counted, what is late, and a device that is full. See test_stand_in.py."""
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import gemini
 from gemini import ShardedModel, ShardedOptimizer, state_hash
 from gemini.memory.transfer import StreamTicket
 from optim import HybridAdam
@@ -47,6 +51,22 @@ def test_a_steady_step_waits_for_the_device_as_often_however_many_chunks_there_a
         train(model, optimizer, range(3, 4))
         waits.append(sum(number for what, number in take_counts().items() if what.startswith("wait")))
     assert waits[0] == waits[1]
+
+
+def test_a_trace_has_each_copy_with_its_bytes_and_times(tmp_path: Path) -> None:
+    model = wrap("cpu")
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    train(model, optimizer)
+    with gemini.trace(model, tmp_path) as traced:
+        train(model, optimizer, range(3, 6))
+    assert optimizer.last_step is not None and traced.trace_file is not None
+    last = traced.steps[-1]
+    assert Counter(last.moved_bytes) == +Counter(optimizer.last_step.moved_bytes)
+    assert last.exposed_ms["update thread"] == optimizer.last_step.exposed_ms
+    events = json.loads(traced.trace_file.read_text())["traceEvents"]
+    copies = [each for each in events if each.get("cat", "").startswith("link ")]
+    assert {each["cat"] for each in copies} >= {"link host->device", "link device->host"}
+    assert all(each["dur"] >= 0 for each in copies)
 
 
 def test_a_full_device_leaves_the_states_of_an_optimizer_on_the_host() -> None:
