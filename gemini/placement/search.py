@@ -173,7 +173,7 @@ def train_with(plan: Plan, optim_states: int) -> Plan | None:
     except BudgetError:
         return None
     # Room for what rests there is not enough: gradients pass through the host in a step.
-    other = with_room_for_steps(other)
+    other = with_room_for_steps(other, known_are_enough=not refuses_unannounced(other))
     return other if has_host_room_for_steps(other, refuses_unannounced(other)) else None
 
 
@@ -228,7 +228,7 @@ def find_plans(
         best = best_of(placed, later_device_bytes(settings, free or FreeBytes()))
         # What passes through the host is known from a simulated step, which takes time. So the best size is checked,
         # and the next best only if that one has no room.
-        roomy = with_room_for_steps(best)
+        roomy = with_room_for_steps(best, known_are_enough=not refuses_unannounced(best))
         if has_host_room_for_steps(roomy, refuses_unannounced(roomy)):
             found.trains = roomy
             return found
