@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from gemini import FreeBytes, Settings, ShardedModel, ShardedOptimizer, plan_model, specs_of
 from gemini.cli.app import app
-from gemini.placement.demand import Tier
+from gemini.placement.demand import Tier, parse_bytes
 from gemini.placement.machines import MACHINES
 from tests.zoo.mlp import Mlp
 
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "examples" / "models"
 SMALL = "tests.zoo.mlp:Mlp"
 TWO_RANKS = ("--ranks", "2", "--device-memory", "20KiB")
+SIZE = re.compile(r"--device-memory ([\d.]+[KMG]?B)")
 RATES = {
     "source": "made up",
     "flops_per_s": {"float32": 1e9, "bfloat16": 2e9},
@@ -197,12 +198,11 @@ def test_what_is_advised_where_the_device_is_too_small_is_enough(config: Path) -
     assert not found["fits"] and found["refused"]["tier"] == "device"
     assert found["refused"]["needed_bytes"] > found["refused"]["budget_bytes"]
     knobs = " ".join(found["would_change"])
-    assert all(knob in said for knob in found["would_change"]), "for people too"
-    enough = int(re.search(r"--device-memory (\d+)B", knobs)[1])  # type: ignore[index]
-    assert asked(*options, "--device-memory", f"{enough}B")["fits"]
-    refused(*options, "--device-memory", f"{enough - enough // 200}B")
-    assert "--activation-checkpointing" in knobs
-    sequences = int(re.search(r"Batches of up to (\d+) sequences fit with it: --batch \1\.", knobs)[1])  # type: ignore[index]
+    assert all(command in said for command in found["commands"]), "for people too"
+    enough = SIZE.search(knobs)[1]  # type: ignore[index]
+    assert asked(*options, "--device-memory", enough)["fits"]
+    refused(*options, "--device-memory", f"{parse_bytes(enough, '') * 199 // 200}B")
+    sequences = int(re.search(r"--activation-checkpointing --batch (\d+): ", knobs)[1])  # type: ignore[index]
     small = (str(config), "--ranks", "2", "--device-memory", "7MB", "--activation-checkpointing", "--batch")
     assert asked(*small, str(sequences))["fits"]
     refused(*small, str(sequences + 1))
@@ -214,9 +214,9 @@ def test_what_is_advised_where_the_host_is_too_small_is_enough(config: Path) -> 
     found, _ = refused(*options, "--host-memory", "2MB")
     assert found["refused"]["tier"] == "host"
     knobs = " ".join(found["would_change"])
-    enough = int(re.search(r"--host-memory (\d+)B", knobs)[1])  # type: ignore[index]
-    assert asked(*options, "--host-memory", f"{enough}B")["fits"]
-    ranks = re.search(r"--ranks (\d+) with as much memory", knobs)
+    enough = re.search(r"--host-memory ([\d.]+[KMG]?B)", knobs)[1]  # type: ignore[index]
+    assert asked(*options, "--host-memory", enough)["fits"]
+    ranks = re.search(r"--ranks (\d+): with as much memory", knobs)
     assert ranks is not None, knobs
     assert asked(*options, "--host-memory", "2MB", "--ranks", ranks[1])["fits"]
 
@@ -240,7 +240,7 @@ def test_a_described_machine_brings_memory_and_rates() -> None:
     for name, machine in MACHINES.items():
         found = asked(SMALL, "--machine", name, "--ranks", "16")["cluster"]
         assert (found["device_memory"], found["nodes"], found["ranks_per_node"]) == (machine.device_bytes, 2, 8)
-        assert found["host_memory"] == int(machine.host_bytes * 0.9) // 8
+        assert found["host_memory"] == pytest.approx(machine.host_bytes * 0.9 / machine.ranks_per_node, abs=8)
         assert found["rates"] == machine.rates.to_json()
 
 
@@ -256,11 +256,12 @@ def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["nonsense"], "is no folder with a config.json"),
-        ([SMALL, "--machine", "abacus"], "must be 'this' or one of dgx-a100-80gb"),
+        (["nonsense"], "no id of the Hugging Face Hub (owner/model)"),
+        ([SMALL, "--machine", "abacus"], "must be 'this' or one of rtx3090"),
         ([SMALL, "--rates", "fast"], "must be measured, none, one of"),
         ([SMALL, "--rates", "missing.json"], "missing.json"),
         ([SMALL, "--rates", str(MODELS / "llama3_70b.json")], "its keys are source"),
-        ([SMALL, "--device-memory", "80G"], "--device-memory"),
+        ([SMALL, "--device-memory", "80 gigs"], "--device-memory"),
         ([SMALL, "--ranks", "12", "--machine", "dgx-h100"], "12 ranks do not fill nodes of 8"),
         ([SMALL, "--dtype", "int8"], "must be one of own"),
         ([SMALL, "--policy", "gpu", "--rates", "none"], "tensor_placement_policy"),

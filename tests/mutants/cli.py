@@ -15,15 +15,15 @@ MUTANTS = [
     Mutant(
         "every try of gemini plan makes packings of its own",
         "Question.plan",
-        "plan = plan_training(self.packed, self._settings_with(there), free, self.optim_states)",
+        "plan = plan_training(self.packed, self._settings_with(there), free, self.optim_states, is_try)",
         "made = packed_of(self.module, self.settings, self.cluster.ranks.count)\n"
-        "plan = plan_training(made, self._settings_with(there), free, self.optim_states)",
+        "plan = plan_training(made, self._settings_with(there), free, self.optim_states, is_try)",
         f"{_REFUSALS}::test_all_tries_of_a_question_share_their_packings",
     ),
     Mutant(
         "gemini plan counts Adam's states, whatever it is asked",
         "Question.plan",
-        "plan_training(self.packed, self._settings_with(there), free, self.optim_states)",
+        "plan_training(self.packed, self._settings_with(there), free, self.optim_states, is_try)",
         "plan_training(self.packed, self._settings_with(there), free)",
         "tests/features/test_plan_command.py::test_the_plan_is_that_of_an_optimizer_with_so_many_states",
     ),
