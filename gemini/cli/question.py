@@ -86,8 +86,8 @@ def described(
     device_bytes, host_bytes = _bytes(device_memory, "--device-memory"), _bytes(host_memory, "--host-memory")
     # Whoever names a device's memory describes another machine than this one.
     is_here = published is None and device_bytes is None
-    # Without `--ranks` this machine has a rank for each accelerator, at least one; a named machine is one full node; and
-    # whoever describes a device has described one.
+    # Without `--ranks` this machine has a rank for each accelerator, at least one. A named machine is one full
+    # node, and a device whose memory is described is one.
     count = ranks or (
         max(1, torch.accelerator.device_count()) if is_here else published.ranks_per_node if published else 1
     )
