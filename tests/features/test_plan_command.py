@@ -44,14 +44,15 @@ RATES = {
 
 def run(*arguments: str, columns: int = 200) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": str(columns)})
-    return done.exit_code, done.output
+    # Lines of progress on stderr stand between the others where the machine is busy.
+    return done.exit_code, done.stdout + done.stderr
 
 
 def asked(*arguments: str) -> dict[str, Any]:
     """What fits, as JSON."""
     code, shown = run(*arguments, "--json")
     assert code == 0, shown
-    found: dict[str, Any] = json.loads(shown)
+    found: dict[str, Any] = json.JSONDecoder().raw_decode(shown)[0]
     return found
 
 
