@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -25,9 +26,7 @@ app.add_typer(checkpoint, name="checkpoint")
 
 def _say_version(wanted: bool) -> None:
     if wanted:
-        from gemini import __version__
-
-        typer.echo(f"gemini {__version__}")
+        typer.echo(f"gemini {sys.modules['gemini'].__version__}")
         raise typer.Exit
 
 

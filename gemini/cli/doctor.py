@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import resource
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -67,9 +68,7 @@ def facts(folder: Path) -> dict[str, Any]:
     """All but rates, in bytes. Local; raises nothing."""
     import torch
 
-    from gemini import __version__
-
-    versions = {"gemini": __version__, "python": platform.python_version(), "system": platform.platform()}
+    versions = {"gemini": sys.modules["gemini"].__version__, "python": platform.python_version(), "system": platform.platform()}
     versions |= {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     versions |= {"CUDA of torch": torch.version.cuda or "none", "ROCm of torch": torch.version.hip or "none"}
     return {

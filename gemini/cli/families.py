@@ -69,7 +69,7 @@ class _Embedding(nn.Embedding):
 class _Norm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(width, device="meta"))
 
 
 class _Attention(nn.Module):
