@@ -68,7 +68,8 @@ def facts(folder: Path) -> dict[str, Any]:
     """All but rates, in bytes. Local; raises nothing."""
     import torch
 
-    versions = {"gemini": sys.modules["gemini"].__version__, "python": platform.python_version(), "system": platform.platform()}
+    versions = {"gemini": sys.modules["gemini"].__version__, "python": platform.python_version()}
+    versions["system"] = platform.platform()
     versions |= {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     versions |= {"CUDA of torch": torch.version.cuda or "none", "ROCm of torch": torch.version.hip or "none"}
     return {
@@ -138,7 +139,7 @@ def _collectives() -> dict[str, Any]:
     if not dist.is_available():
         return {"torch.distributed": "not built"}
     has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
-    version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"  # type: ignore[no-untyped-call]
+    version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"
     return {"NCCL": version, "gloo": "yes" if dist.is_gloo_available() else "none"}
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -303,3 +304,48 @@ def test_the_largest_public_models_are_planned_in_seconds(
     assert worked < 20
     assert after.ru_maxrss < 4 * 2**20, "KiB, of the largest child so far"
     record_property("shown", f"{name} on {ranks} ranks: {seconds:.1f} s, {worked:.1f} s of work")
+
+
+# -- The first line, and commands to paste.
+
+
+LLAMA_7B = (str(MODELS / "llama2_7b.json"), "--dtype", "bf16", "--device-memory", "24GB", "--host-memory")
+
+
+def pasted(command: str) -> dict[str, Any]:
+    program, name, *arguments = shlex.split(command)
+    assert (program, name) == ("gemini", "plan")
+    return asked(*arguments)
+
+
+def test_the_first_line_says_whether_it_fits_or_what_is_in_the_way() -> None:
+    code, shown = run(*LLAMA_7B, "128GB")
+    assert code == 1
+    first = shown.splitlines()[0]
+    assert first.startswith("does not fit: activations of 42.5 GB for 1 × 4,096 tokens are what is in the way")
+    assert not re.search(r"\d{7,}B|GiB|bytes \(", shown), "one unit on a page, and no raw bytes"
+    code, shown = run(*LLAMA_7B, "128GB", "--activation-checkpointing")
+    assert code == 0 and shown.startswith("fits: 22.9 GB of 24 GB on the device, 76.5 GB of 128 GB on the host")
+
+
+def test_where_both_are_short_checkpointing_is_advised_with_host_memory_and_with_a_disk_as_commands() -> None:
+    found, _ = refused(*LLAMA_7B, "32GB")
+    assert "With checkpointing the host is short, too" in found["in_the_way"]
+    with_host, with_disk = found["commands"][:2]
+    assert "--activation-checkpointing" in with_host and re.search(r"--host-memory 7[67][\d.]*GB", with_host)
+    assert (
+        "--activation-checkpointing" in with_disk and "--host-memory 32GB" in with_disk and "--disk-memory" in with_disk
+    )
+    assert pasted(with_host)["fits"] and pasted(with_disk)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "gb"), [("rtx4090", 24), ("rtx3090", 24), ("a10", 24), ("l40s", 48), ("a100-40gb", 40)]
+)
+def test_a_machine_of_one_device_is_one_rank_with_its_host_and_tokens_a_second(machine: str, gb: int) -> None:
+    found = asked(SMALL, "--machine", machine)
+    assert found["cluster"]["ranks"] == 1 and found["cluster"]["device_memory"] == gb * 10**9
+    assert found["cluster"]["host_memory"] > 50 * 10**9
+    modelled = found["modelled"]
+    assert 0 < modelled["tokens_per_s_without_overlap"] <= modelled["tokens_per_s_with_all_overlap"]
+    assert "tokens/s" in run(SMALL, "--machine", machine)[1]
