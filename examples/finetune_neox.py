@@ -12,6 +12,7 @@ tokenizer, else in bytes.
 from __future__ import annotations
 
 import sysconfig
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,7 +86,9 @@ def main(
     lr: Annotated[float, typer.Option(help="Adam's learning rate.")] = 2e-3,
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Of the weights on the device.")] = "fp32",
     corpus_bytes: Annotated[int, typer.Option(min=4096, help="Bytes of source to train on.")] = 1_000_000,
-    model_data_memory: Annotated[str | None, typer.Option(help="Model data on the device, such as 3MiB.")] = None,
+    model_data_memory: Annotated[
+        str | None, typer.Option(help="Model data on the device, such as 3MiB. Default: a third of it.")
+    ] = None,
 ) -> None:
     """Fine-tune the last blocks of a GPT-NeoX."""
     gemini.launch_from_torch(verbose=False)
@@ -96,13 +99,16 @@ def main(
         raise typer.BadParameter(f"the model has {len(module.gpt_neox.layers)} blocks", param_hint="--train-blocks")
     freeze_trunk(module, train_blocks)
     counts = [sum(p.numel() for p in module.parameters() if p.requires_grad is flag) for flag in (True, False)]
-    model = ShardedModel(module, dtype=DTYPES[dtype], model_data_memory=model_data_memory)
+    # A third of the state: weights and gradients, masters and moments of 12 bytes for each element that is trained.
+    state_bytes = 16 * counts[0] + 4 * counts[1]
+    budget = model_data_memory or state_bytes // 3 // world_size
+    model = ShardedModel(module, dtype=DTYPES[dtype], model_data_memory=budget)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = ShardedOptimizer(model, HybridAdam(trained, lr=lr), clip_grad_norm=1.0)
     console.print(f"model: {counts[0]:,} parameters are trained, {counts[1]:,} are frozen")
     tokens, device = read_tokens(checkpoint, corpus_bytes), gemini.current_device()
     generator = torch.Generator().manual_seed(1 + rank)  # each rank reads elsewhere
-    losses = []
+    started, losses = time.perf_counter(), []
     for _ in track(range(steps), "training", console=console):
         starts = torch.randint(0, len(tokens) - length, (batch,), generator=generator).tolist()
         pieces = torch.stack([tokens[start : start + length] for start in starts]).to(device)
@@ -114,6 +120,8 @@ def main(
             dist.all_reduce(mean)
         losses.append(float(mean) / world_size)
     console.print(f"loss: {losses[0]:.3f} at first, {losses[-1]:.3f} after {steps} steps")
+    tokens_per_s = steps * batch * length * world_size / (time.perf_counter() - started)
+    console.print(f"speed: {tokens_per_s:.0f} tokens/s")
     console.print(model.memory_report(), markup=False)
     model.close()
 

@@ -12,6 +12,7 @@ neither gradients nor optimizer state: compare the two memory reports.
 from __future__ import annotations
 
 import sysconfig
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,13 @@ def package(name: str) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
+def a_third(module: nn.Module) -> int:
+    """Bytes of a third of what training the module takes on this rank, or the least that trains it."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    estimate = gemini.estimate_memory(module, world_size=world_size)
+    return max(estimate.state_bytes // 3, estimate.plan.minimum_bytes or 0)
+
+
 def train(
     module: nn.Module,
     text: Tensor,
@@ -50,11 +58,11 @@ def train(
     console: Console,
 ) -> ShardedModel:
     """The wrapped module after `steps`. Collective."""
-    model = ShardedModel(module, model_data_memory=budget)
+    model = ShardedModel(module, model_data_memory=budget or a_third(module))
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = ShardedOptimizer(model, HybridAdam(learning, lr=lr), clip_grad_norm=1.0)
     generator = torch.Generator().manual_seed(1 + model.rank)  # each rank reads elsewhere
-    losses = []
+    started, losses = time.perf_counter(), []
     for _ in track(range(steps), what, console=console):
         starts = torch.randint(0, len(text) - length, (batch,), generator=generator).tolist()
         pieces = torch.stack([text[start : start + length] for start in starts]).to(gemini.current_device())
@@ -70,6 +78,8 @@ def train(
     few = max(1, steps // 10)
     first, last = (sum(some) / few for some in (losses[:few], losses[-few:]))
     console.print(f"{what}: mean loss {first:.3f} in the first {few} steps, {last:.3f} in the last of {steps}")
+    tokens_per_s = steps * batch * length * model.world_size / (time.perf_counter() - started)
+    console.print(f"{what}: {tokens_per_s:.0f} tokens/s")
     console.print(model.memory_report(), markup=False)
     return model
 
@@ -84,7 +94,9 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Pieces of text a rank and step.")] = 4,
     lr: Annotated[float, typer.Option(help="Adam's learning rate; the adapters get five times as much.")] = 2e-3,
     text: Annotated[str, typer.Option(help="The package of the standard library that the adapters learn.")] = "json",
-    model_data_memory: Annotated[str | None, typer.Option(help="Model data on the device, such as 2MiB.")] = None,
+    model_data_memory: Annotated[
+        str | None, typer.Option(help="Model data on the device, such as 2MiB. Default: a third of it.")
+    ] = None,
 ) -> None:
     """Train a small GPT-2, freeze it, and adapt it with LoRA."""
     gemini.launch_from_torch(seed=0, verbose=False)

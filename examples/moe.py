@@ -94,6 +94,13 @@ def corpus(num_bytes: int) -> Tensor:
     return torch.frombuffer(text[:num_bytes], dtype=torch.uint8).long()
 
 
+def a_third(module: nn.Module) -> int:
+    """Bytes of a third of what training the module takes on this rank, or the least that trains it."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    estimate = gemini.estimate_memory(module, world_size=world_size)
+    return max(estimate.state_bytes // 3, estimate.plan.minimum_bytes or 0)
+
+
 def main(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     layers: Annotated[int, typer.Option(min=1, help="Blocks, each with its own experts.")] = 4,
@@ -103,7 +110,9 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Pieces of text a rank and step.")] = 4,
     lr: Annotated[float, typer.Option(help="Adam's learning rate.")] = 2e-3,
     corpus_bytes: Annotated[int, typer.Option(min=4096, help="Bytes of source to train on.")] = 2_000_000,
-    model_data_memory: Annotated[str | None, typer.Option(help="Model data on the device, such as 4MiB.")] = None,
+    model_data_memory: Annotated[
+        str | None, typer.Option(help="Model data on the device, such as 4MiB. Default: a third of it.")
+    ] = None,
 ) -> None:
     """Train a mixture of experts whose experts are chosen by each rank's own text."""
     gemini.launch_from_torch(seed=0, verbose=False)
@@ -111,7 +120,7 @@ def main(
     console = Console(quiet=rank != 0, soft_wrap=True)
     torch.manual_seed(0)
     module = ByteModel(layers, width, experts, length)
-    model = ShardedModel(module, model_data_memory=model_data_memory)
+    model = ShardedModel(module, model_data_memory=model_data_memory or a_third(module))
     optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=lr), clip_grad_norm=1.0)
     text, device = corpus(corpus_bytes), gemini.current_device()
     generator = torch.Generator().manual_seed(1 + rank)  # each rank reads elsewhere

@@ -69,7 +69,7 @@ _INSTEAD = {
     "launcher": "torchrun starts the ranks",
     "elasticity": "a checkpoint is loaded on any number of ranks",
     "monitor": "engine.monitor.write_events(), and the config's tensorboard and csv_monitor",
-    "env_report": "gemini.__version__ and torch.utils.collect_env",
+    "env_report": "`gemini doctor`, on the command line",
     "git_version_info": "gemini.__version__",
     "data_pipeline": _CURRICULA,
     "checkpoint": "engine.save_checkpoint(), load_checkpoint(); `gemini checkpoint import` reads DeepSpeed's folders",

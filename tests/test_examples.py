@@ -48,11 +48,11 @@ def test_help_names_every_flag(example: ModuleType) -> None:
 
 
 def test_a_size_without_a_unit_is_refused_before_anything_is_done(example: ModuleType) -> None:
-    done = CliRunner().invoke(example.app, ["--model-data-memory", "8G"])
+    done = CliRunner().invoke(example.app, ["--model-data-memory", "8 gigs"])
     assert done.exit_code == 2
     assert not done.stdout
     assert "--model-data-memory" in done.stderr
-    assert "'8G' is not a size" in done.stderr
+    assert "'8 gigs' is not a size" in done.stderr
 
 
 @pytest.mark.soak

@@ -64,7 +64,7 @@ def test_settings_are_a_value() -> None:
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1 element, found 0"),
         ({"device": 1.5}, TypeError, "device must be"),
         ({"model_data_memory": 2000, "device_memory": "1KB"}, ValueError, "model_data_memory=2000 is more than"),
-        ({"host_memory": "2G"}, ValueError, "host_memory='2G' is not a size"),
+        ({"host_memory": "2 gigs"}, ValueError, "host_memory='2 gigs' is not a size"),
         ({"rank_timeout": 0}, ValueError, "rank_timeout must be a number of seconds above 0"),
         ({"max_prefetch": -1}, ValueError, "max_prefetch must be a number of payloads, of at least 0, found -1"),
         ({"max_prefetch": True}, TypeError, "max_prefetch must be a number of payloads, of at least 0, found True"),

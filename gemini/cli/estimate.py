@@ -20,8 +20,13 @@ _COLUMNS = 80  # of a terminal in which the columns do not lose digits
 
 
 def estimate(
-    model: Annotated[str, typer.Argument(help="A folder with config.json, a .json file, or package.module:attribute.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 8,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with config.json, a .json file, owner/model of the Hub, or package.module:attribute."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks, which stages divide states over.")] = 8,
     dtype: Annotated[str, typer.Option(help="Of weights: fp32, bf16, fp16, or 'own'.")] = "own",
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="Only this ZeRO stage.")] = None,
     policy: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -39,12 +44,15 @@ def estimate(
     from rich.console import Console
     from rich.text import Text
 
-    from gemini.cli.model import NotAModel, dtype_option, model_named
-    from gemini.errors import BudgetError
-    from gemini.model.estimate import MemoryEstimate, estimate_memory
+    from gemini.cli.progress import working
 
     # Errors go to stderr, so that stdout has nothing but the table or the JSON, for a pipe.
     console = Console(stderr=True)
+    with working(console, "loading torch"):
+        from gemini.cli.model import NotAModel, dtype_option, model_named
+        from gemini.errors import BudgetError
+        from gemini.model.estimate import MemoryEstimate, estimate_memory
+
     options: Options = {
         "dtype": dtype_option(dtype),
         "tensor_placement_policy": policy,
@@ -53,7 +61,8 @@ def estimate(
     found: dict[int, MemoryEstimate | str] = {}
     try:
         # The model is made once for all stages: importing it runs the user's code.
-        named = model_named(model)
+        with working(console, f"reading {model}"):
+            named = model_named(model)
         for each in (0, 1, 2, 3) if stage is None else (stage,):
             try:
                 options["stage"] = each
@@ -104,7 +113,7 @@ def _show(name: str, ranks: int, found: dict[int, MemoryEstimate]) -> None:
     unit, power = next((each for each in _UNITS if most_bytes >= 10 ** each[1]), _UNITS[-1])
     numel = next(iter(found.values())).num_parameters
     console = Console()
-    title = f"{name}: {numel:,} parameters, {ranks} rank(s); {unit} (10**{power} bytes) on each"
+    title = f"{name}: {numel:,} parameters, {ranks} rank(s) (--ranks); {unit} (10**{power} bytes) on each"
     console.print(Text(title), soft_wrap=True)
     lines: list[tuple[str, ...]] = [("stage", *_STATES.values(), "state", "at least", "device", "host")]
     for stage, estimated in found.items():
@@ -125,7 +134,7 @@ def _show(name: str, ranks: int, found: dict[int, MemoryEstimate]) -> None:
 
 def _legend(found: dict[int, MemoryEstimate], words: Callable[[int], str]) -> Iterator[str]:
     yield "state: weights, gradients, masters and moments, which ZeRO divides over the ranks"
-    yield "at least: what a device then holds with the smallest buffers, which are used again and again"
+    yield "at least: what a device holds with the fewest buffers: weights are gathered again wherever they are used"
     kept = {stage: its.device_bytes - its.least_device_bytes for stage, its in found.items()}
     if any(kept.values()):
         stage, most = max(kept.items(), key=lambda pair: pair[1])

@@ -17,6 +17,9 @@ import typer
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gemini.cli.families import known
+from gemini.cli.hub import NotOnHub, config_of, is_hub_id
+
 # -- Dtypes as they are written on the command line.
 
 
@@ -67,18 +70,19 @@ def check_name(name: str) -> None:
     path = Path(name)
     if path.is_dir() or path.suffix == ".json":
         _config_file(path)
-    elif ":" not in name:
+    elif ":" not in name and not is_hub_id(name):
         raise NotAModel(
-            f"{name!r} is no folder with a config.json and no .json file; a model of your own is named as "
-            "package.module:attribute"
+            f"{name!r} is no folder with a config.json, no .json file and no id of the Hugging Face Hub (owner/model); "
+            "a model of your own is named as package.module:attribute"
         )
 
 
 def model_named(name: str) -> Any:
     """A Hugging Face config, or a module on the meta device. Local; imports the module that is named, which runs it.
 
-    name: a folder with a config.json, a .json file of Hugging Face's, or "package.module:attribute", where the
-    attribute is a module, a class of one, or a function that makes one without arguments.
+    name: a folder with a config.json, a .json file of Hugging Face's, an id of its Hub ("owner/model"), of which the
+    config alone is read, or "package.module:attribute", where the attribute is a module, a class of one, or a function
+    that makes one without arguments.
 
     Raises NotAModel.
     """
@@ -86,6 +90,11 @@ def model_named(name: str) -> Any:
     path = Path(name)
     if path.is_dir() or path.suffix == ".json":
         return _hugging_face(_config_file(path))
+    if is_hub_id(name):
+        try:
+            return _hugging_face(config_of(name))
+        except NotOnHub as error:
+            raise NotAModel(str(error)) from None
     module_name, _, attribute = name.partition(":")
     # As with `python -m`, modules in the folder where the command was started are found.
     here = str(Path.cwd())
@@ -151,6 +160,9 @@ def _config_file(path: Path) -> Path:
 
 
 def _hugging_face(file: Path) -> Any:
+    found = known(_contents(file) or {})
+    if found is not None:
+        return found
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, __version__
     except ImportError as error:
@@ -160,7 +172,7 @@ def _hugging_face(file: Path) -> Any:
         return AutoConfig.from_pretrained(file, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         # Either the file is broken, or this release of transformers does not know its model yet: the remedies differ.
-        kind = _model_type(file)
+        kind = (_contents(file) or {}).get("model_type")
         if kind is None or kind in CONFIG_MAPPING:
             raise NotAModel(f"{file} is no config of a Hugging Face model: {error}") from error
         raise NotAModel(
@@ -169,9 +181,9 @@ def _hugging_face(file: Path) -> Any:
         ) from None
 
 
-def _model_type(file: Path) -> str | None:
+def _contents(file: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError):
         return None
-    return found.get("model_type") if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None

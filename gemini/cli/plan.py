@@ -8,24 +8,29 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gemini.placement.demand import OPTIM_STATES
-from gemini.placement.machines import THIS
+from gemini.placement.machines import MACHINES, THIS
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from torch import nn
 
-    from gemini.cli.report import Answer
+    from gemini.cli.remedies import Options
 
 _LENGTH = 4096  # of sequences, where the model takes as many
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A folder with config.json, a .json file, or package.module:attribute.")],
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with config.json, a .json file, owner/model of the Hub, or package.module:attribute."
+        ),
+    ],
     ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks.")] = None,
     ranks_per_node: Annotated[
         int | None, typer.Option(min=1, help="Of them, on each node. Default: the machine's; else the most, up to 8.")
     ] = None,
-    machine: Annotated[str, typer.Option(help="this, or a published one: dgx-a100-80gb, dgx-h100, dgx-h200.")] = THIS,
+    machine: Annotated[str, typer.Option(help=f"{THIS}, or a published one: {', '.join(MACHINES)}.")] = THIS,
     device_memory: Annotated[
         str | None, typer.Option(help="Of each device, activations included, as in 80GB. Default: the machine's.")
     ] = None,
@@ -85,14 +90,17 @@ def plan(
     from rich.console import Console
     from rich.text import Text
 
-    from gemini.cli.model import NotAModel, check_name, dtype_option, model_named
-    from gemini.cli.question import A_FOLDER, Batch, described
-    from gemini.cli.report import answer, as_json, show
-    from gemini.model.estimate import module_of
-    from gemini.settings import Settings
+    from gemini.cli.progress import working
 
     # Refusals and progress go to stderr, so that stdout has nothing but the tables or the JSON, for a pipe.
     console = Console(stderr=True)
+    with working(console, "loading torch"):
+        from gemini.cli.model import NotAModel, check_name, dtype_option, model_named
+        from gemini.cli.question import A_FOLDER, Batch, described
+        from gemini.cli.report import answer, as_json, show, show_remedies
+        from gemini.model.estimate import module_of
+        from gemini.settings import Settings
+
     try:
         # This check comes before the machine is measured, which takes time: a misspelled name is told at once.
         check_name(model)
@@ -109,42 +117,46 @@ def plan(
             disk_path=disk_path if disk_memory is None else disk_path or A_FOLDER,
             update_in_backward=update_in_backward,
         )
-        with console.status("looking at the machine ..."):
+        with working(console, "looking at the machine"):
             cluster = described(
                 ranks, ranks_per_node, machine, device_memory, host_memory, rates, disk_path, disk_memory
             )
-        with console.status(f"reading {model} ..."):
+        with working(console, f"reading {model}"):
             module = module_of(model_named(model))
         if not any(True for _ in module.parameters()):
             raise NotAModel(f"{model!r} has no parameters: there is nothing to plan")
         length = sequence_length or _length_of(module)
         each = Batch(batch, length, activation_checkpointing, experts_per_token, gradient_accumulation_steps)
-        with console.status("planning ..."):
+        with working(console, "planning"):
             found = answer(module, settings, cluster, each, optim_states)
     except (NotAModel, ValueError, TypeError) as error:
         # rich reads brackets in a str, such as `list[int]` in a message, as markup. A Text is shown as it is.
         console.print(Text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(2) from None
+    given = _given(context)
     if json_:
-        typer.echo(json.dumps(as_json(model, found), indent=1))
+        typer.echo(json.dumps(as_json(model, found, given), indent=1))
     else:
-        show(model, found, Console())
+        show(model, found, Console(), given)
     # The answer has been shown before, because it says something of a model that does not fit too: sizes, activations,
     # and in JSON the refusal.
     if found.refusal is not None:
-        _refuse(found, console)
+        if json_:
+            console.print(Text(f"does not fit: {found.in_the_way}", "red"), soft_wrap=True)
+            show_remedies(model, found, console, given)
+        raise typer.Exit(1)
 
 
-def _refuse(found: Answer, console: Console) -> None:
-    from rich.text import Text
-
-    from gemini.cli.model import with_options
-
-    # The library words its refusals by the names of Python's settings, which this command does not have.
-    console.print(Text(with_options(str(found.refusal)), "red"), soft_wrap=True)
-    for knob in found.knobs:
-        console.print(Text(f"- {knob}"), soft_wrap=True)
-    raise typer.Exit(1)
+def _given(context: typer.Context) -> Options:
+    """The options that were typed, by their names, but for those of the output."""
+    found: list[tuple[str, str | None]] = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        option, value = parameter.opts[0], context.params.get(parameter.name or "")
+        if source is None or source.name != "COMMANDLINE" or not option.startswith("--") or option == "--json":
+            continue
+        found.append((option, None if value is True else str(value)))
+    return tuple(found)
 
 
 def _length_of(module: nn.Module) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,19 +13,21 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from gemini.cli.amounts import UNITS, as_option, count, in_words
 from gemini.cli.model import with_options
-from gemini.cli.question import Batch, Cluster, Question, larger_batch, that_would_be_enough
+from gemini.cli.question import Batch, Cluster, Question
+from gemini.cli.remedies import Options, Remedy, command_of, in_the_way, larger_batch, remedies_of
 from gemini.errors import BudgetError
 from gemini.memory.modes import uncollected
 from gemini.model.estimate import num_parameters_of, packed_of
 from gemini.model.workload import blocks_of, gradient_bytes, workload_of
-from gemini.placement.budget import ACTIVATION_FRACTION, LESS_FOR_ACTIVATIONS
+from gemini.placement.budget import ACTIVATION_FRACTION, LESS_FOR_ACTIVATIONS, Budget, FreeBytes
 from gemini.placement.cost import ModelledStep, MovedBytes, modelled_step, moves_of
-from gemini.placement.demand import OPTIM_STATES, Dtype, Tier, format_bytes
-from gemini.placement.machines import Rates
+from gemini.placement.demand import OPTIM_STATES, Dtype, Tier
+from gemini.placement.machines import MACHINES, Rates
 from gemini.placement.plan import Plan
-from gemini.placement.policies import FRACTIONS
-from gemini.placement.predict import Predicted, budgets_in_words, expected_schedule, predict
+from gemini.placement.policies import FRACTIONS, all_at_rest_on_device
+from gemini.placement.predict import Predicted, expected_schedule, predict
 from gemini.settings import Settings, dtype_of
 
 # -- What `gemini plan` finds out of a model on a cluster: numbers, before they are shown.
@@ -46,7 +49,8 @@ class Answer:
         predicted: of a step, with the batch's checkpointing. None: no plan.
         setting: the `model_data_memory` with which `ShardedModel` makes this plan, beside `device_memory`. None: no
             plan, or no bound on the device.
-        knobs: what would make it fit, or what more and less memory would change, in words.
+        in_the_way: what does not fit, in words. None: it fits.
+        remedies: what would make it fit, or what would change a plan that does.
         moves: of a step.
         step: modelled. None: no plan, or no rates.
         notes: what is not known, in words.
@@ -61,10 +65,16 @@ class Answer:
     refusal: BudgetError | None
     predicted: Predicted | None
     setting: int | None
-    knobs: tuple[str, ...]
+    in_the_way: str | None
+    remedies: tuple[Remedy, ...]
     moves: MovedBytes | None
     step: ModelledStep | None
     notes: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Of all ranks in a step."""
+        return self.batch.tokens * self.batch.micro_batches * self.cluster.ranks.count
 
     @property
     def activations_at_hand(self) -> int | None:
@@ -103,14 +113,17 @@ class _Answering:
         """The plan with what it costs, or why there is none; and what would change it."""
         question, refusal, predicted, moves, step, setting = self._question, None, None, None, None, None
         plan: Plan | None = None
+        blocker: str | None = None
         try:
             plan = question.plan()
         except BudgetError as error:
             refusal = error
-            knobs = [*that_would_be_enough(question, error)]
+            remedies = remedies_of(question, error)
+            blocker = in_the_way(question, error, remedies)
         else:
-            knobs = [*budgets_in_words(plan.demand, plan.placement, plan.budget, plan.settings.policy)]
-            knobs += larger_batch(question, plan)
+            remedies = [*_more_on_the_device(question, plan)]
+            larger = larger_batch(question, plan)
+            remedies += [] if larger is None else [larger]
             # Checkpointed blocks are computed again in the backward, and fetched for it.
             names = [*blocks_of(question.module)] if question.batch.is_checkpointed else []
             predicted = predict(plan, schedule=expected_schedule(plan, names))
@@ -142,7 +155,8 @@ class _Answering:
             refusal=refusal,
             predicted=predicted,
             setting=setting,
-            knobs=tuple(knobs),
+            in_the_way=blocker,
+            remedies=tuple(remedies),
             moves=moves,
             step=step,
             notes=tuple(self._notes),
@@ -160,6 +174,10 @@ class _Answering:
         self._notes.append(
             f"ShardedModel makes this plan with device_memory={device}, model_data_memory={plan.budget_bytes}{given}."
         )
+        # What fits a smaller budget fits the one that is left before a step, so nothing is tried then.
+        first = Budget.of(replace(plan.settings, host_memory=None), FreeBytes(fraction=LESS_FOR_ACTIVATIONS[-1])).device
+        if first is None or first >= plan.budget_bytes:
+            return plan.budget_bytes
         refused = self._question.refusal_at_first()
         if refused is not None:
             self._notes.append(
@@ -172,7 +190,10 @@ class _Answering:
         question, notes = self._question, self._notes
         rates, batch, work = question.cluster.rates, question.batch, question.workload
         if rates is None:
-            notes.append("No step time is modelled: nobody gave rates of this machine (--rates).")
+            notes.append(
+                "Seconds and tokens/s need rates of the machine: run this command there with --rates measured, which "
+                f"takes a second, or name the published ones of {', '.join(MACHINES)} (--rates rtx4090)."
+            )
             return None
         # FLOPs of one rank in a whole step. Activation checkpointing runs only the blocks' forwards again.
         forward = batch.micro_batches * work.forward_flops(batch.tokens, batch.length)
@@ -198,6 +219,17 @@ class _Answering:
         if rates.collective_s == 0 and question.cluster.ranks.count > 1:
             notes.append("Launches of collectives are not in the modelled time: these rates have none.")
         return step
+
+
+def _more_on_the_device(question: Question, plan: Plan) -> Iterator[Remedy]:
+    """The device with which no state rests on the host."""
+    device = question.cluster.device_bytes
+    if device is None or not plan.placement.host_bytes(plan.demand) or plan.settings.disk_path is not None:
+        return
+    least = all_at_rest_on_device(plan.demand, plan.settings.policy)
+    enough = 0 if least is None else question.device_bytes_for(least)
+    if enough > device:
+        yield Remedy((("--device-memory", as_option(enough)),), "nothing would rest on the host")
 
 
 def chosen_of(settings: Settings) -> dict[str, Any]:
@@ -236,11 +268,10 @@ _KINDS = {
     "scratch": "scratch",
 }
 _COLUMNS = 110  # of a terminal in which rates are shown too
-_UNITS = (("GB", 9), ("MB", 6), ("KB", 3))
 
 
-def as_json(name: str, found: Answer) -> dict[str, Any]:
-    """All numbers: bytes and seconds of one rank."""
+def as_json(name: str, found: Answer, given: Options = ()) -> dict[str, Any]:
+    """All numbers: bytes and seconds of one rank. given: options on the command line, which commands repeat."""
     ranks, plan, step = found.cluster.ranks, found.plan, found.step
     # Where activations are not known, the peak of model data alone is no peak of the device: it stays None in JSON.
     activations = found.activations_at_hand
@@ -266,7 +297,9 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
         },
         "activations_at_most": dict(zip(("whole", "checkpointed"), found.activations, strict=True)),
         "fits": plan is not None,
-        "would_change": list(found.knobs),
+        "in_the_way": found.in_the_way,
+        "would_change": [str(each) for each in found.remedies],
+        "commands": [command_of(name, given, each.options) for each in found.remedies if each.options],
         "notes": list(found.notes),
     }
     if found.refusal is not None:
@@ -300,6 +333,8 @@ def as_json(name: str, found: Answer) -> dict[str, Any]:
             "seconds_by_part": dict(step.parts),
             "seconds_without_overlap": step.seconds,
             "seconds_with_all_overlap": step.least_seconds,
+            "tokens_per_s_without_overlap": found.tokens / step.seconds,
+            "tokens_per_s_with_all_overlap": found.tokens / step.least_seconds,
             "model_flops": step.model_flops,
             "flop_utilisation_without_overlap": step.utilisation,
             "flop_utilisation_with_all_overlap": step.most_utilisation,
@@ -317,20 +352,21 @@ def _settings_of(found: Answer, model_data_memory: int) -> dict[str, Any]:
     }
 
 
-def show(name: str, found: Answer, console: Console) -> None:
-    """Print the answer for people to read."""
+def show(name: str, found: Answer, console: Console, given: Options = ()) -> None:
+    """Print the answer for people to read. given: options on the command line, which advised commands repeat."""
     ranks, batch, plan = found.cluster.ranks, found.batch, found.plan
     nodes = f" on {ranks.num_nodes} nodes of {ranks.on_a_node}" if ranks.num_nodes > 1 else ""
     lines = [
-        f"{name}: {found.num_parameters:,} parameters, {_count(ranks.count, 'rank')}{nodes} ({found.cluster.name})"
+        _verdict(found),
+        f"{name}: {found.num_parameters:,} parameters, {count(ranks.count, 'rank')}{nodes} ({found.cluster.name})",
     ]
     if plan is not None:
         settings = plan.settings
-        chunks = f"{_count(len(plan.packing.chunks), 'chunk')} of up to {format_bytes(plan.packing.chunk_bytes)}"
+        chunks = f"{count(len(plan.packing.chunks), 'chunk')} of up to {in_words(plan.packing.chunk_bytes)}"
         lines.append(f"{found.dtype.name}, stage {settings.stage}, policy {plan.policy}, {chunks}")
     checkpointed = " with activation checkpointing" if batch.is_checkpointed else ""
     times = f" in each of {batch.micro_batches} micro-batches" if batch.micro_batches > 1 else ""
-    sequences = f"{_count(batch.sequences, 'sequence')} of {_count(batch.length, 'token')}"
+    sequences = f"{count(batch.sequences, 'sequence')} of {count(batch.length, 'token')}"
     lines.append(f"{sequences} on each rank{times}{checkpointed}")
     # With `soft_wrap` the terminal breaks long lines, and rich does not: a line that is copied stays whole.
     for line in lines:
@@ -340,20 +376,54 @@ def show(name: str, found: Answer, console: Console) -> None:
     whole, checked = found.activations
     others = "Activations: not known."
     if whole is not None and checked is not None:
-        with_it = f"{_gb(checked)} with activation checkpointing"
-        others = f"Activations and gradients before their chunks take them: at most {_gb(whole)}, {with_it} (bounds)."
+        with_it = f"{in_words(checked)} with activation checkpointing"
+        others = (
+            f"Activations and gradients before their chunks take them: at most {in_words(whole)}, {with_it} (bounds)."
+        )
     console.print(Text(others), soft_wrap=True)
-    # What is refused is said by the command itself, on stderr.
     if plan is None or found.predicted is None:
+        show_remedies(name, found, console, given)
         return
     activations = found.activations_at_hand
     # Here the words say that activations are missing, so model data alone can be shown.
     peak, beside = found.predicted.device_peak + (activations or 0), " besides activations" * (activations is None)
-    of = "" if found.cluster.device_bytes is None else f" of {_gb(found.cluster.device_bytes)}"
-    console.print(Text(f"Predicted peak on the device{beside}: {_gb(peak)}{of}."), soft_wrap=True)
+    of = "" if found.cluster.device_bytes is None else f" of {in_words(found.cluster.device_bytes)}"
+    console.print(Text(f"Predicted peak on the device{beside}: {in_words(peak)}{of}."), soft_wrap=True)
     _show_step(found, console)
-    for sentence in (*found.knobs, *found.notes):
+    for sentence in found.notes:
         console.print(Text(sentence), soft_wrap=True)
+    show_remedies(name, found, console, given)
+
+
+def _verdict(found: Answer) -> str:
+    """The first line: whether it fits."""
+    plan, predicted, cluster = found.plan, found.predicted, found.cluster
+    if plan is None or predicted is None:
+        return f"does not fit: {found.in_the_way}"
+    activations = found.activations_at_hand
+    held = [("device", predicted.device_peak + (activations or 0), cluster.device_bytes)]
+    held += [("host", predicted.host_peak, cluster.host_bytes)]
+    if plan.settings.disk_path is not None:
+        held += [("disk", plan.placement.disk_bytes(plan.demand), cluster.disk_bytes)]
+    parts = [
+        f"{in_words(num_bytes)}{'' if there is None else f' of {in_words(there)}'} on the {tier}"
+        for tier, num_bytes, there in held
+        if num_bytes or tier == "device"
+    ]
+    unknown = "; activations are not known" if activations is None else ""
+    return f"fits: {', '.join(parts)} of each rank{unknown}"
+
+
+def show_remedies(name: str, found: Answer, console: Console, given: Options = ()) -> None:
+    """Print what would make it fit, or change a plan that does, as commands to paste."""
+    if not found.remedies:
+        return
+    head = "This fits too:" if found.plan is not None else "This would fit, the cheapest first; each was planned:"
+    console.print(Text(head), soft_wrap=True)
+    for each in found.remedies:
+        if each.options:
+            console.print(Text(f"  {command_of(name, given, each.options)}", "bold"), soft_wrap=True)
+        console.print(Text(f"{'    ' if each.options else '  '}{each.words}"), soft_wrap=True)
 
 
 def _show_bytes(found: Answer, console: Console) -> None:
@@ -367,10 +437,10 @@ def _show_bytes(found: Answer, console: Console) -> None:
     # Without a disk there is no column for one.
     num_tiers = len(in_all) if plan.settings.disk_path is not None else 2
     # One unit for the whole table, by its largest sum, so that the digits of rows can be compared.
-    unit, power = next((each for each in _UNITS if max(in_all) >= 10 ** each[1]), _UNITS[-1])
+    unit, power = next((each for each in UNITS[1:] if max(in_all) >= 10 ** each[1]), UNITS[-1])
 
     def cell(num_bytes: int | None) -> str:
-        # An empty cell in the row "there" means that no bound is known.
+        # An empty cell in the row "memory there is" means that no bound is known.
         return "" if num_bytes is None else f"{num_bytes / 10**power:,.2f}"
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -390,7 +460,7 @@ def _show_bytes(found: Answer, console: Console) -> None:
     row("activations, at most", "not known" if activations is None else cell(activations), "", "")
     row("in all", *map(cell, in_all))
     there = found.cluster
-    row("there", cell(there.device_bytes), cell(there.host_bytes), cell(there.disk_bytes))
+    row("memory there is", cell(there.device_bytes), cell(there.host_bytes), cell(there.disk_bytes))
     console.print(table)
 
 
@@ -402,14 +472,14 @@ def _show_step(found: Answer, console: Console) -> None:
     # The keys are those of `ModelledStep.parts`, which leaves out collectives where there is one rank.
     amounts = {
         "forward and backward": f"{step.flops / 1e12:,.4g} TFLOP",
-        "host to device": _gb(moves.to_device_bytes),
-        "device to host": _gb(moves.to_host_bytes),
-        "gathers": f"{_gb(moves.gathered_bytes)} in {moves.num_gathers} launches",
-        "exchanges": f"{_gb(moves.exchanged_bytes)} in {moves.num_exchanges} launches",
-        "update on the device": _gb(moves.device_update_bytes),
-        "update on the host": _gb(moves.host_update_bytes),
-        "disk to host": _gb(moves.from_disk_bytes),
-        "host to disk": _gb(moves.to_disk_bytes),
+        "host to device": in_words(moves.to_device_bytes),
+        "device to host": in_words(moves.to_host_bytes),
+        "gathers": f"{in_words(moves.gathered_bytes)} in {moves.num_gathers} launches",
+        "exchanges": f"{in_words(moves.exchanged_bytes)} in {moves.num_exchanges} launches",
+        "update on the device": in_words(moves.device_update_bytes),
+        "update on the host": in_words(moves.host_update_bytes),
+        "disk to host": in_words(moves.from_disk_bytes),
+        "host to disk": in_words(moves.to_disk_bytes),
     }
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     # In a narrow terminal rich would cut digits off, so the rates, which are no result, are left out.
@@ -421,9 +491,13 @@ def _show_step(found: Answer, console: Console) -> None:
         cells = part, amounts[part], shown, _rate(part, found.dtype.name, rates)
         table.add_row(*cells[: len(columns)])
     console.print(table)
+    slow, fast = found.tokens / step.seconds, found.tokens / step.least_seconds
+    ranks = found.cluster.ranks.count
+    of = "" if ranks == 1 else f" on {count(ranks, 'rank')} together"
     lines = [
         f"Modelled step: {step.seconds:.3g} s if nothing overlaps ({step.utilisation:.1%} model FLOP utilisation), "
         f"{step.least_seconds:.3g} s if all hides behind what takes longest ({step.most_utilisation:.1%}).",
+        f"That is {slow:,.0f} to {fast:,.0f} tokens/s{of}.",
         f"Rates: {rates.source}.",
     ]
     for line in lines:
@@ -447,12 +521,3 @@ def _rate(part: str, dtype: str, rates: Rates) -> str:
         "host to disk": rates.disk_write_bytes_per_s,
     }[part]
     return "" if value is None else f"{value / 1e9:,.3g} GB/s"
-
-
-def _gb(num_bytes: int) -> str:
-    unit, power = next((each for each in _UNITS if num_bytes >= 10 ** each[1]), ("B", 0))
-    return f"{num_bytes / 10**power:,.4g} {unit}"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"

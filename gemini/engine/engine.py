@@ -278,7 +278,10 @@ class Engine:
         self._refuse_closed("a forward")
         if self._input_dtype is not None:
             args, kwargs = cast_tensors((args, kwargs), CASTABLE_DTYPES, self._input_dtype)
-        return self.model(*args, **kwargs)
+        if self.config.autocast is None:
+            return self.model(*args, **kwargs)
+        with torch.autocast(self.device.type, self.config.autocast):
+            return self.model(*args, **kwargs)
 
     @property
     def criterion(self) -> Callable[..., Any]:

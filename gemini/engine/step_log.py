@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gemini.engine.config import Config
-from gemini.log import get_dist_logger
+from gemini.log import get_dist_logger, warn_at_script
 from gemini.optimizer.step import StepReport
 
 # -- Files of metrics, written by one rank: lines of JSON, and TensorBoard's event files.
@@ -62,6 +63,52 @@ class TensorBoardFile:
         self._writer.close()
 
 
+# -- Monitors that are libraries of their own, by the one call form that each has. A script also runs where the library
+# is not installed: metrics are no reason to stop.
+
+
+LIBRARIES = ("wandb", "comet", "trackio", "mlflow")
+
+
+class LibraryRun:
+    """A run of wandb, trackio, comet or mlflow. Raises what the library raises."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        library = importlib.import_module({"comet": "comet_ml"}.get(name, name))
+        given = dict(options)
+        if name == "comet":
+            run = library.start(**given)
+            self._log, self._end = run.log_metrics, run.end
+        elif name == "mlflow":
+            uri, experiment = given.pop("tracking_uri", None), given.pop("experiment_name", None)
+            if uri is not None:
+                library.set_tracking_uri(uri)
+            if experiment is not None:
+                library.set_experiment(experiment)
+            library.start_run(**given)
+            self._log, self._end = library.log_metrics, library.end_run
+        else:  # trackio has the names of wandb
+            library.init(**given)
+            self._log, self._end = library.log, library.finish
+
+    def write(self, event: str, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        self._log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._end()
+
+
+def run_of(name: str, options: Mapping[str, Any]) -> LibraryRun | None:
+    """A run of that library. None, with a warning: it is not installed, or does not start."""
+    try:
+        return LibraryRun(name, options)
+    except ImportError as error:
+        warn_at_script(f"monitors.{name}: nothing is logged there, because {error.name or error} is not installed")
+    except Exception as error:  # whatever a library raises without a network, a login or a valid argument
+        warn_at_script(f"monitors.{name}: nothing is logged there: {type(error).__name__}: {error}")
+    return None
+
+
 # -- Logs each optimizer step as the config asks: lines of progress, and files of metrics. Only rank 0 logs.
 
 
@@ -73,7 +120,8 @@ class StepLog:
         self._files: list[MetricFile] = []
         self._losses: list[Tensor] = []
         monitors = config.monitors
-        self.is_on = rank == 0 and bool(self._every or monitors.tensorboard or monitors.json_lines)
+        libraries = {name: getattr(monitors, name) for name in LIBRARIES if getattr(monitors, name) is not None}
+        self.is_on = rank == 0 and bool(self._every or monitors.tensorboard or monitors.json_lines or libraries)
         # Files are made by one rank only: on a shared disk the ranks' files would be the same one.
         if not self.is_on:
             return
@@ -82,6 +130,7 @@ class StepLog:
         if monitors.json_lines is not None:
             json_settings = monitors.json_lines
             self._files.append(JsonLinesFile(Path(json_settings.output_path, f"{json_settings.job_name}.jsonl")))
+        self._files += filter(None, (run_of(name, options) for name, options in libraries.items()))
 
     def add(self, loss: Tensor) -> None:
         """Record a micro-batch's undivided loss. It is read after the step, so that the host does not wait here."""

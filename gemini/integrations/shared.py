@@ -59,6 +59,7 @@ _DECIDED_ELSEWHERE = {
     "drop_last": "the data loader decides",
     "steps_per_print": "the script logs",
     "monitors": "the script logs",
+    "autocast": "the library's mixed precision makes 16-bit weights; torch.autocast in the script works, too",
 }
 
 

@@ -10,33 +10,42 @@ from enum import StrEnum
 from math import prod
 from typing import NamedTuple
 
-# -- Byte sizes in text: "2GB" is 2 * 10**9, "2GiB" is 2 * 2**30, and a bare "2G" is refused as ambiguous.
+# -- Byte sizes in text: "2GB" and "2G" are 2 * 10**9, "2GiB" and "2Gi" 2 * 2**30.
+#
+# A bare "2G" is taken for the smaller of the two sizes that people mean by it: a budget of less than was meant trains,
+# and one of more runs out of memory.
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {unit.removesuffix("B"): size for unit, size in _UNITS.items() if unit != "B"}
 
 
-def parse_bytes(value: int | float | str | None, name: str) -> int | None:
+def parse_bytes(value: int | str | float | None, name: str) -> int | None:
     """Bytes of `value`; None stays None. `name` is the argument named in errors.
 
-    Raises TypeError for what is neither a number nor a string, ValueError for no size, a negative or an infinite one.
+    Raises TypeError for what is neither a whole number nor a string, ValueError for no size or a negative one.
     """
     if value is None:
         return None
+    # Whoever writes 8.0 means GB, and would get 8 bytes.
+    if isinstance(value, float):
+        raise ValueError(
+            f"{name}={value!r} is a fraction of a byte, or of what it does not say: write a size with its unit, such "
+            "as '8GB', or whole bytes, such as 8 * 10**9"
+        )
     # For Python a bool is an int, so True would be one byte.
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise TypeError(f"{name} must be bytes (int) or a string such as '8GiB', found {type(value).__name__}")
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", value)
         if match is None or match[2].upper() not in _UNITS:
             valid = "B, KB, MB, GB, TB (powers of 10) or KiB, MiB, GiB, TiB (powers of 2)"
             raise ValueError(f"{name}={value!r} is not a size: write a number and one of {valid}")
-        value = float(match[1]) * _UNITS[match[2].upper()]
-    # Only NaN is unequal to itself.
-    if value < 0 or value != value or value == float("inf"):
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+    if value < 0:
         raise ValueError(f"{name} must be a finite number of bytes >= 0, found {value}")
-    return int(value)
+    return value
 
 
 def format_bytes(num_bytes: int) -> str:

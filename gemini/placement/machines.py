@@ -154,9 +154,133 @@ def _dgx(
     )
 
 
+def _one(
+    name: str,
+    *,
+    device_bytes: int,
+    matrix_flops: float,
+    tf32_flops: float,
+    device_memory: float,
+    pcie: float,
+    host_bytes: int,
+    host_memory: float,
+    source: str,
+    nvlink: float | None = None,
+) -> Machine:
+    """One device with its part of a host. Without NVLink ranks of a node exchange over PCIe; a network is not known."""
+    rates = Rates(
+        source=f"published figures of {name}, which are peaks",
+        flops_per_s={"bfloat16": matrix_flops, "float16": matrix_flops, "float32": tf32_flops},
+        device_memory_bytes_per_s=device_memory,
+        host_memory_bytes_per_s=host_memory,
+        to_device_bytes_per_s=pcie,
+        to_host_bytes_per_s=pcie,
+        device_update_bytes_per_s=device_memory,
+        host_update_bytes_per_s=host_memory,
+        node_bytes_per_s=pcie if nvlink is None else nvlink,
+    )
+    return Machine(
+        name=name, ranks_per_node=1, device_bytes=device_bytes, host_bytes=host_bytes, rates=rates, source=source
+    )
+
+
+_GEN4, _GEN5 = 32e9, 64e9  # PCIe x16 in one direction
+
 MACHINES = {
     machine.name: machine
     for machine in (
+        _one(
+            "rtx3090",
+            device_bytes=24 * 10**9,
+            matrix_flops=71e12,  # with sums in fp32
+            tf32_flops=35.6e12,
+            device_memory=936e9,
+            pcie=_GEN4,
+            host_bytes=64 * 10**9,
+            host_memory=51.2e9,
+            source="NVIDIA Ampere GA102 whitepaper (dense); a desktop with 64 GB in two channels of DDR4-3200",
+        ),
+        _one(
+            "rtx4090",
+            device_bytes=24 * 10**9,
+            matrix_flops=165.2e12,  # with sums in fp32
+            tf32_flops=82.6e12,
+            device_memory=1008e9,
+            pcie=_GEN4,
+            host_bytes=64 * 10**9,
+            host_memory=89.6e9,
+            source="NVIDIA Ada GPU architecture whitepaper (dense); a desktop with 64 GB in two channels of DDR5-5600",
+        ),
+        _one(
+            "a10",
+            device_bytes=24 * 10**9,
+            matrix_flops=125e12,
+            tf32_flops=62.5e12,
+            device_memory=600e9,
+            pcie=_GEN4,
+            host_bytes=64 * 2**30,
+            host_memory=34e9,
+            source="NVIDIA A10 datasheet (dense); host memory of AWS g5.4xlarge and its part of two EPYC 7R32",
+        ),
+        _one(
+            "l40s",
+            device_bytes=48 * 10**9,
+            matrix_flops=362e12,
+            tf32_flops=183e12,
+            device_memory=864e9,
+            pcie=_GEN4,
+            host_bytes=128 * 2**30,
+            host_memory=34e9,
+            source="NVIDIA L40S datasheet (dense); host memory of AWS g6e.4xlarge and its part of two EPYC 7R13",
+        ),
+        _one(
+            "a100-40gb",
+            device_bytes=40 * 10**9,
+            matrix_flops=312e12,
+            tf32_flops=156e12,
+            device_memory=1555e9,
+            pcie=_GEN4,
+            nvlink=300e9,
+            host_bytes=85 * 10**9,
+            host_memory=35e9,
+            source="NVIDIA A100 datasheet (SXM, dense); host: part of a Google Cloud a2-highgpu-1g",
+        ),
+        _one(
+            "a100-80gb",
+            device_bytes=80 * 10**9,
+            matrix_flops=312e12,
+            tf32_flops=156e12,
+            device_memory=2039e9,
+            pcie=_GEN4,
+            nvlink=300e9,
+            host_bytes=170 * 10**9,
+            host_memory=35e9,
+            source="NVIDIA A100 datasheet (SXM, dense); host: part of a Google Cloud a2-ultragpu-1g",
+        ),
+        _one(
+            "h100",
+            device_bytes=80 * 10**9,
+            matrix_flops=989e12,
+            tf32_flops=494e12,
+            device_memory=3350e9,
+            pcie=_GEN5,
+            nvlink=450e9,
+            host_bytes=234 * 10**9,
+            host_memory=76.8e9,
+            source="NVIDIA H100 datasheet (SXM, dense); host: part of a Google Cloud a3-highgpu-1g",
+        ),
+        _one(
+            "h200",
+            device_bytes=141 * 10**9,
+            matrix_flops=989e12,
+            tf32_flops=494e12,
+            device_memory=4800e9,
+            pcie=_GEN5,
+            nvlink=450e9,
+            host_bytes=256 * 2**30,
+            host_memory=76.8e9,
+            source="NVIDIA H200 datasheet (SXM, dense); an eighth of the host of AWS p5en.48xlarge",
+        ),
         _dgx(
             "dgx-a100-80gb",
             device_bytes=80 * 10**9,

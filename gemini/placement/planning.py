@@ -119,10 +119,13 @@ def plan_demand(
 # step, unless `gradient_accumulation_steps` says how many backwards there are.
 
 
-def with_room_for_steps(plan: Plan) -> Plan:
+def with_room_for_steps(plan: Plan, known_are_enough: bool = True) -> Plan:
     """`plan`, or another one for the same chunks whose host has room for what passes through it in a step.
 
     `plan` itself where there is none. See [Note: Unannounced backwards]. Local; raises nothing.
+
+    known_are_enough: where unannounced backwards find no room, one with room for the steps that are known. False: the
+        caller refuses that one, and it is not looked for, which takes a simulated step.
     """
     unannounced = expects_unannounced(plan)
     if has_host_room_for_steps(plan, unannounced):
@@ -130,7 +133,8 @@ def with_room_for_steps(plan: Plan) -> Plan:
     others = list(_roomier(plan, unannounced))
     found = [each for each in others if has_host_room_for_steps(each, unannounced)]
     # Room for the steps that are known is better than none.
-    found += [each for each in (plan, *others) if has_host_room_for_steps(each)]
+    if known_are_enough and not found:
+        found += [each for each in (plan, *others) if has_host_room_for_steps(each)]
     return found[0] if found else plan
 
 

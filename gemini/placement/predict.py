@@ -544,19 +544,16 @@ def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, polic
         better = next_better(demand, placement, there, policy)
         if better is not None:
             changes = difference_in_words(demand, placement, better)
-            yield f"With {_bytes(better.budget_bytes - there)} more on the device, {changes}."
+            yield f"The next larger budget that helps is {_bytes(better.budget_bytes)}: then {changes}."
         # With exchanges in tiles everything may rest there already, on less than it takes with exchanges at once.
         if at_rest is not None and at_rest > there and placement.host_bytes(demand):
-            yield f"With {_bytes(at_rest - there)} more, everything would rest on the device."
-        yield f"With {_bytes(most - there)} more, nothing would have to leave a slot; still more would change nothing."
+            yield f"With a budget of {_bytes(at_rest)} everything would rest on the device."
+        yield f"With {_bytes(most)} nothing would have to leave a slot; still more would change nothing."
     # The first change comes one byte below what the placement takes, not below the budget: what is not used can go
     # first.
     worse = next_worse(demand, placement, policy)
-    spare = 0 if there is None else there - held
-    less = f"{_bytes(spare)} of the budget are not used. With one byte less than the others" if spare else ""
-    less = less or "With one byte less on the device than it holds"
     changes = "there would be no placement" if worse is None else difference_in_words(demand, placement, worse)
-    yield f"{less}, {changes}."
+    yield f"This plan takes {_bytes(held)} of the device; a budget of so many changes nothing. With less, {changes}."
 
 
 def other_choices(settings: Settings, is_first: bool) -> Iterator[tuple[str, Settings]]:

@@ -115,17 +115,19 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
     return plan_packed(Packed(spec, settings, world_size), settings, free)
 
 
-def plan_packed(packed: Packed, settings: Settings, free: FreeBytes | None = None) -> Plan:
+def plan_packed(packed: Packed, settings: Settings, free: FreeBytes | None = None, is_try: bool = False) -> Plan:
     """`plan_model` of packings that other plans of the same model and ranks have made, or will use again. Local.
 
-    settings: those of `packed`; budgets and policy may be others. Raises as `plan_model` does.
+    settings: those of `packed`; budgets and policy may be others. is_try: whether there is a plan is what counts, and
+    chunks need not have room for other optimizers than Adam. Raises as `plan_model` does.
     """
     free, wraps = free or FreeBytes(), None
     # How much activations need is not known yet. What might fit once it is known is not refused before.
     for freer in (free, *with_less_for_activations(settings, free)):
         found = find_plans(packed, settings, freer)
         if found.trains is not None:
-            return replace(_with_room_for_more(found.trains, packed, freer), activation_fraction=freer.fraction)
+            trains = found.trains if is_try else _with_room_for_more(found.trains, packed, freer)
+            return replace(trains, activation_fraction=freer.fraction)
         wraps = wraps or found.wraps
     # Without room to train the model may be meant for inference. An optimizer or a backward raises the refusal.
     if wraps is not None:
@@ -168,7 +170,7 @@ def train_with(plan: Plan, optim_states: int) -> Plan | None:
     except BudgetError:
         return None
     # Room for what rests there is not enough: gradients pass through the host in a step.
-    other = with_room_for_steps(other)
+    other = with_room_for_steps(other, known_are_enough=not refuses_unannounced(other))
     return other if has_host_room_for_steps(other, refuses_unannounced(other)) else None
 
 
@@ -223,7 +225,7 @@ def find_plans(
         best = best_of(placed, later_device_bytes(settings, free or FreeBytes()))
         # What passes through the host is known from a simulated step, which takes time. So the best size is checked,
         # and the next best only if that one has no room.
-        roomy = with_room_for_steps(best)
+        roomy = with_room_for_steps(best, known_are_enough=not refuses_unannounced(best))
         if has_host_room_for_steps(roomy, refuses_unannounced(roomy)):
             found.trains = roomy
             return found
@@ -326,15 +328,18 @@ def _host_refusal(plan: Plan) -> BudgetError | None:
     return None
 
 
-def plan_training(packed: Packed, settings: Settings, free: FreeBytes, optim_states: int = OPTIM_STATES) -> Plan:
+def plan_training(
+    packed: Packed, settings: Settings, free: FreeBytes, optim_states: int = OPTIM_STATES, is_try: bool = False
+) -> Plan:
     """The plan of a model whose optimizer keeps `optim_states` states per element of each chunk. Local.
 
     The first plan counts Adam's and chooses the chunk size, which stays, so the plan is made in the same two steps as
-    by `ShardedModel` and `ShardedOptimizer`. settings: as for `plan_first`. Raises BudgetError if the device has no
-    room to train, or the host none for the weights.
+    by `ShardedModel` and `ShardedOptimizer`. settings: as for `plan_first`. is_try: as for `plan_packed`.
+
+    Raises BudgetError if the device has no room to train, or the host none for the weights.
     """
     if optim_states == OPTIM_STATES:
-        return plan_packed(packed, settings, free)
+        return plan_packed(packed, settings, free, is_try)
     first, _ = plan_first(packed, settings, free)
     states = [optim_states] * len(first.packing.chunks)
     # `replan` by itself would take any first plan for one whose activations are unknown.

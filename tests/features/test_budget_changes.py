@@ -170,7 +170,7 @@ def test_a_bad_budget_is_an_error_that_names_it() -> None:
     with pytest.raises(TypeError, match=r"^change_budgets\(\) has no argument 'memory'; the nearest valid name is"):
         model.change_budgets(memory=1)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="host_memory"):
-        model.change_budgets(host_memory="8G")
+        model.change_budgets(host_memory="8 gigs")
     with pytest.raises(ValueError, match=r"^model_data_memory=2000 is more than device_memory=1000$"):
         model.change_budgets(model_data_memory=2000, device_memory=1000)
 

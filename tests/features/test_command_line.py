@@ -1,6 +1,7 @@
 """`gemini estimate`: what it prints, and what it says of names that are no models."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+import gemini
 from gemini import estimate_memory
 from gemini.cli.app import app
 from tests.zoo.mlp import Mlp
@@ -20,7 +22,8 @@ SMALL = "tests.zoo.mlp:Mlp"
 
 def run(*arguments: str, columns: int = 200) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["estimate", *arguments], env={"COLUMNS": str(columns)})
-    return done.exit_code, done.output
+    # Lines of progress on stderr, where the machine is busy, come behind the answer.
+    return done.exit_code, done.stdout + done.stderr
 
 
 def test_seven_billion_parameters_take_the_published_bytes(tmp_path: Path) -> None:
@@ -29,7 +32,7 @@ def test_seven_billion_parameters_take_the_published_bytes(tmp_path: Path) -> No
     config.save_pretrained(tmp_path)
     code, shown = run(str(tmp_path), "--dtype", "fp32", "--ranks", "8", "--json")
     assert code == 0
-    found = json.loads(shown)
+    found = json.JSONDecoder().raw_decode(shown)[0]
     numel = found["0"]["parameters"]
     assert numel == 6_738_415_616
     for stage, published in (("0", 112), ("1", 63), ("2", 38.5), ("3", 14)):
@@ -60,7 +63,7 @@ def test_a_table_has_a_row_for_every_stage() -> None:
     code, shown = run(SMALL, "--ranks", "2")
     assert code == 0
     numel = sum(parameter.numel() for parameter in Mlp().parameters())
-    assert f"{SMALL}: {numel:,} parameters, 2 rank(s); KB (10**3 bytes) on each" in shown
+    assert f"{SMALL}: {numel:,} parameters, 2 rank(s) (--ranks); KB (10**3 bytes) on each" in shown
     rows = [line.split() for line in shown.splitlines() if line.strip()[:1] in tuple("0123")]
     assert [row[0] for row in rows] == list("0123")
     assert {len(row) for row in rows} == {9}
@@ -73,7 +76,7 @@ def test_a_terminal_of_80_columns_shows_every_digit(tmp_path: Path) -> None:
     assert code == 0
     assert "GB (10**9 bytes)" in shown
     assert "…" not in shown
-    weights = 4 * json.loads(run(str(tmp_path), "--json", "--stage", "0")[1])["0"]["parameters"]
+    weights = 4 * json.JSONDecoder().raw_decode(run(str(tmp_path), "--json", "--stage", "0")[1])[0]["0"]["parameters"]
     assert f"  {weights / 1e9:.2f}  " in shown
 
 
@@ -130,20 +133,21 @@ def test_bytes_are_those_of_the_library() -> None:
     _, shown = run(SMALL, "--ranks", "3", "--stage", "2", "--dtype", "bf16", "--policy", "cpu", "--json")
     its = estimate_memory(Mlp(), world_size=3, stage=2, dtype=torch.bfloat16, tensor_placement_policy="cpu")
     bytes_of = {"device": its.device, "least_device_bytes": its.least_device_bytes, "host": its.host}
-    assert json.loads(shown) == {"2": {"parameters": its.num_parameters, **bytes_of}}
+    assert json.JSONDecoder().raw_decode(shown)[0] == {"2": {"parameters": its.num_parameters, **bytes_of}}
 
 
 def test_states_of_another_optimizer_than_adam_are_counted() -> None:
     _, shown = run(SMALL, "--ranks", "1", "--stage", "3", "--optim-states", "1", "--json")
     its = estimate_memory(Mlp(), optim_states=1)
-    assert json.loads(shown)["3"]["device"] == its.device
+    assert json.JSONDecoder().raw_decode(shown)[0]["3"]["device"] == its.device
     assert 2 * its.device["optim"] == estimate_memory(Mlp()).device["optim"]
 
 
 def test_a_budget_that_is_too_small_is_said_and_an_error_if_no_stage_fits() -> None:
     code, shown = run(SMALL, "--model-data-memory", "1KiB")
     assert code == 1
-    assert [line.partition(" needs ")[0] for line in shown.splitlines()] == [
+    lines = [line for line in shown.splitlines() if not line.endswith(" ...")]
+    assert [line.partition(" needs ")[0] for line in lines] == [
         f"stage {stage}: device: tensor_placement_policy='auto'" for stage in range(4)
     ]
 
@@ -173,3 +177,43 @@ def test_a_file_that_is_no_config_is_said(tmp_path: Path) -> None:
     code, shown = run(str(tmp_path))
     assert code == 2
     assert "is no config of a Hugging Face model" in shown
+
+
+# -- The front door: versions, help, and what a command says while it works.
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_the_version_and_help_are_there_without_a_script_on_path() -> None:
+    assert command("-m", "gemini", "--version").stdout == f"gemini {gemini.__version__}\n"
+    done = command("-m", "gemini", "-h")
+    assert done.returncode == 0
+    for name in ("plan", "estimate", "doctor", "checkpoint"):
+        assert name in done.stdout
+
+
+def test_a_command_that_takes_long_says_what_it_does_on_stderr_and_its_answer_stays_pure(tmp_path: Path) -> None:
+    """The model waits until the line has been read, however long that takes."""
+    (tmp_path / "slow.py").write_text(
+        "import os, time\n"
+        "from torch import nn\n"
+        "def model():\n"
+        "    while not os.path.exists('go'): time.sleep(0.01)\n"
+        "    return nn.Linear(8, 8)\n"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-m", "gemini", "estimate", "slow:model", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )
+    with started:
+        assert started.stderr is not None and started.stdout is not None
+        said = iter(started.stderr.readline, "")
+        assert any("reading slow:model ..." in line for line in said)
+        (tmp_path / "go").touch()
+        assert json.loads(started.stdout.read())["3"]["parameters"] == 72

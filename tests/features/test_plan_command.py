@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from gemini import FreeBytes, Settings, ShardedModel, ShardedOptimizer, plan_model, specs_of
 from gemini.cli.app import app
-from gemini.placement.demand import Tier
+from gemini.placement.demand import Tier, parse_bytes
 from gemini.placement.machines import MACHINES
 from tests.zoo.mlp import Mlp
 
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "examples" / "models"
 SMALL = "tests.zoo.mlp:Mlp"
 TWO_RANKS = ("--ranks", "2", "--device-memory", "20KiB")
+SIZE = re.compile(r"--device-memory ([\d.]+[KMG]?B)")
 RATES = {
     "source": "made up",
     "flops_per_s": {"float32": 1e9, "bfloat16": 2e9},
@@ -43,14 +45,15 @@ RATES = {
 
 def run(*arguments: str, columns: int = 200) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": str(columns)})
-    return done.exit_code, done.output
+    # Lines of progress on stderr stand between the others where the machine is busy.
+    return done.exit_code, done.stdout + done.stderr
 
 
 def asked(*arguments: str) -> dict[str, Any]:
     """What fits, as JSON."""
     code, shown = run(*arguments, "--json")
     assert code == 0, shown
-    found: dict[str, Any] = json.loads(shown)
+    found: dict[str, Any] = json.JSONDecoder().raw_decode(shown)[0]
     return found
 
 
@@ -197,12 +200,11 @@ def test_what_is_advised_where_the_device_is_too_small_is_enough(config: Path) -
     assert not found["fits"] and found["refused"]["tier"] == "device"
     assert found["refused"]["needed_bytes"] > found["refused"]["budget_bytes"]
     knobs = " ".join(found["would_change"])
-    assert all(knob in said for knob in found["would_change"]), "for people too"
-    enough = int(re.search(r"--device-memory (\d+)B", knobs)[1])  # type: ignore[index]
-    assert asked(*options, "--device-memory", f"{enough}B")["fits"]
-    refused(*options, "--device-memory", f"{enough - enough // 200}B")
-    assert "--activation-checkpointing" in knobs
-    sequences = int(re.search(r"Batches of up to (\d+) sequences fit with it: --batch \1\.", knobs)[1])  # type: ignore[index]
+    assert all(command in said for command in found["commands"]), "for people too"
+    enough = SIZE.search(knobs)[1]  # type: ignore[index]
+    assert asked(*options, "--device-memory", enough)["fits"]
+    refused(*options, "--device-memory", f"{parse_bytes(enough, '') * 199 // 200}B")
+    sequences = int(re.search(r"--activation-checkpointing --batch (\d+): ", knobs)[1])  # type: ignore[index]
     small = (str(config), "--ranks", "2", "--device-memory", "7MB", "--activation-checkpointing", "--batch")
     assert asked(*small, str(sequences))["fits"]
     refused(*small, str(sequences + 1))
@@ -214,9 +216,9 @@ def test_what_is_advised_where_the_host_is_too_small_is_enough(config: Path) -> 
     found, _ = refused(*options, "--host-memory", "2MB")
     assert found["refused"]["tier"] == "host"
     knobs = " ".join(found["would_change"])
-    enough = int(re.search(r"--host-memory (\d+)B", knobs)[1])  # type: ignore[index]
-    assert asked(*options, "--host-memory", f"{enough}B")["fits"]
-    ranks = re.search(r"--ranks (\d+) with as much memory", knobs)
+    enough = re.search(r"--host-memory ([\d.]+[KMG]?B)", knobs)[1]  # type: ignore[index]
+    assert asked(*options, "--host-memory", enough)["fits"]
+    ranks = re.search(r"--ranks (\d+): with as much memory", knobs)
     assert ranks is not None, knobs
     assert asked(*options, "--host-memory", "2MB", "--ranks", ranks[1])["fits"]
 
@@ -240,7 +242,7 @@ def test_a_described_machine_brings_memory_and_rates() -> None:
     for name, machine in MACHINES.items():
         found = asked(SMALL, "--machine", name, "--ranks", "16")["cluster"]
         assert (found["device_memory"], found["nodes"], found["ranks_per_node"]) == (machine.device_bytes, 2, 8)
-        assert found["host_memory"] == int(machine.host_bytes * 0.9) // 8
+        assert found["host_memory"] == pytest.approx(machine.host_bytes * 0.9 / machine.ranks_per_node, abs=8)
         assert found["rates"] == machine.rates.to_json()
 
 
@@ -256,11 +258,12 @@ def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["nonsense"], "is no folder with a config.json"),
-        ([SMALL, "--machine", "abacus"], "must be 'this' or one of dgx-a100-80gb"),
+        (["nonsense"], "no id of the Hugging Face Hub (owner/model)"),
+        ([SMALL, "--machine", "abacus"], "must be 'this' or one of rtx3090"),
         ([SMALL, "--rates", "fast"], "must be measured, none, one of"),
         ([SMALL, "--rates", "missing.json"], "missing.json"),
         ([SMALL, "--rates", str(MODELS / "llama3_70b.json")], "its keys are source"),
-        ([SMALL, "--device-memory", "80G"], "--device-memory"),
+        ([SMALL, "--device-memory", "80 gigs"], "--device-memory"),
         ([SMALL, "--ranks", "12", "--machine", "dgx-h100"], "12 ranks do not fill nodes of 8"),
         ([SMALL, "--dtype", "int8"], "must be one of own"),
         ([SMALL, "--policy", "gpu", "--rates", "none"], "tensor_placement_policy"),
@@ -301,3 +304,48 @@ def test_the_largest_public_models_are_planned_in_seconds(
     assert worked < 20
     assert after.ru_maxrss < 4 * 2**20, "KiB, of the largest child so far"
     record_property("shown", f"{name} on {ranks} ranks: {seconds:.1f} s, {worked:.1f} s of work")
+
+
+# -- The first line, and commands to paste.
+
+
+LLAMA_7B = (str(MODELS / "llama2_7b.json"), "--dtype", "bf16", "--device-memory", "24GB", "--host-memory")
+
+
+def pasted(command: str) -> dict[str, Any]:
+    program, name, *arguments = shlex.split(command)
+    assert (program, name) == ("gemini", "plan")
+    return asked(*arguments)
+
+
+def test_the_first_line_says_whether_it_fits_or_what_is_in_the_way() -> None:
+    code, shown = run(*LLAMA_7B, "128GB")
+    assert code == 1
+    first = shown.splitlines()[0]
+    assert first.startswith("does not fit: activations of 42.5 GB for 1 × 4,096 tokens are what is in the way")
+    assert not re.search(r"\d{7,}B|GiB|bytes \(", shown), "one unit on a page, and no raw bytes"
+    code, shown = run(*LLAMA_7B, "128GB", "--activation-checkpointing")
+    assert code == 0 and shown.startswith("fits: 22.9 GB of 24 GB on the device, 76.5 GB of 128 GB on the host")
+
+
+def test_where_both_are_short_checkpointing_is_advised_with_host_memory_and_with_a_disk_as_commands() -> None:
+    found, _ = refused(*LLAMA_7B, "32GB")
+    assert "With checkpointing the host is short, too" in found["in_the_way"]
+    with_host, with_disk = found["commands"][:2]
+    assert "--activation-checkpointing" in with_host and re.search(r"--host-memory 7[67][\d.]*GB", with_host)
+    assert (
+        "--activation-checkpointing" in with_disk and "--host-memory 32GB" in with_disk and "--disk-memory" in with_disk
+    )
+    assert pasted(with_host)["fits"] and pasted(with_disk)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "gb"), [("rtx4090", 24), ("rtx3090", 24), ("a10", 24), ("l40s", 48), ("a100-40gb", 40)]
+)
+def test_a_machine_of_one_device_is_one_rank_with_its_host_and_tokens_a_second(machine: str, gb: int) -> None:
+    found = asked(SMALL, "--machine", machine)
+    assert found["cluster"]["ranks"] == 1 and found["cluster"]["device_memory"] == gb * 10**9
+    assert found["cluster"]["host_memory"] > 50 * 10**9
+    modelled = found["modelled"]
+    assert 0 < modelled["tokens_per_s_without_overlap"] <= modelled["tokens_per_s_with_all_overlap"]
+    assert "tokens/s" in run(SMALL, "--machine", machine)[1]

@@ -146,5 +146,5 @@ def test_a_plan_says_when_it_exchanges_in_tiles_and_what_would_end_it() -> None:
         worse = next_worse(plan.demand, plan.placement, plan.settings.policy)
         assert worse is not None
         assert at(plan.device_bytes - 1).demand == worse.demand != plan.demand
-        assert "With one byte less on the device than it holds" in plan.explain()
+        assert "With less, " in plan.explain()
         assert "gradients of the largest weights would be exchanged in tiles" in plan.explain()

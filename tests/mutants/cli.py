@@ -15,15 +15,15 @@ MUTANTS = [
     Mutant(
         "every try of gemini plan makes packings of its own",
         "Question.plan",
-        "plan = plan_training(self.packed, self._settings_with(there), free, self.optim_states)",
+        "plan = plan_training(self.packed, self._settings_with(there), free, self.optim_states, is_try)",
         "made = packed_of(self.module, self.settings, self.cluster.ranks.count)\n"
-        "plan = plan_training(made, self._settings_with(there), free, self.optim_states)",
+        "plan = plan_training(made, self._settings_with(there), free, self.optim_states, is_try)",
         f"{_REFUSALS}::test_all_tries_of_a_question_share_their_packings",
     ),
     Mutant(
         "gemini plan counts Adam's states, whatever it is asked",
         "Question.plan",
-        "plan_training(self.packed, self._settings_with(there), free, self.optim_states)",
+        "plan_training(self.packed, self._settings_with(there), free, self.optim_states, is_try)",
         "plan_training(self.packed, self._settings_with(there), free)",
         "tests/features/test_plan_command.py::test_the_plan_is_that_of_an_optimizer_with_so_many_states",
     ),
@@ -57,9 +57,9 @@ MUTANTS = [
     ),
     Mutant(
         "any part of a sequence is advised",
-        "_fewer_activations",
-        "if tokens * _LEAST_PART < length:\n    return",
-        "if tokens <= 0:\n    return",
+        "_with_fewer_tokens",
+        "tokens is None or tokens * (_LEAST_PART if may_shorten else 1) < length",
+        "tokens is None or tokens <= 0",
         f"{_REFUSALS}::test_less_than_a_quarter_of_a_sequence_is_not_advised",
     ),
     Mutant(
@@ -71,8 +71,8 @@ MUTANTS = [
     ),
     Mutant(
         "the operator that does not fit is not named",
-        "that_would_be_enough",
-        "yield from _smaller_operator(too_large, question.packed.spec, budget)",
+        "remedies_of",
+        "found += _smaller_operator(too_large, question.packed.spec, budget)",
         "pass",
         f"{_REFUSALS}::test_the_operator_that_does_not_fit_is_named",
     ),

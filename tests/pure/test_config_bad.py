@@ -46,7 +46,12 @@ BAD: list[tuple[dict[str, Any] | tuple[str, str], str]] = [
     ({"loss_scale": {"hysteresis": 0}}, "loss_scale.hysteresis must be an integer of at least 1, found 0"),
     ({"monitors": {"tensorboard": True}}, "monitors.tensorboard must be a mapping of keys to values, found True"),
     # units
-    ({"device_memory": "8G"}, "device_memory='8G' is not a size: write a number and one of B, KB, MB, GB, TB"),
+    (
+        {"device_memory": 8.0},
+        "device_memory=8.0 is a fraction of a byte, or of what it does not say: write a size with",
+    ),
+    ({ZERO: {}, "device_memory": 8.5}, "device_memory=8.5 is a fraction of a byte"),
+    ({"device_memory": "8 gigs"}, "device_memory='8 gigs' is not a size: write a number and one of B, KB, MB, GB, TB"),
     ({"host_memory": "lots"}, "host_memory='lots' is not a size"),
     ({"model_data_memory": -1}, "model_data_memory must be a finite number of bytes >= 0, found -1"),
     # fields that contradict each other
@@ -107,7 +112,8 @@ BAD: list[tuple[dict[str, Any] | tuple[str, str], str]] = [
     ({ZERO: {}, "gradient_clipping": -1}, "gradient_clipping must be at least 0, found -1"),
     ({ZERO: {}, "fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale must be a finite number above 0"),
     ({ZERO: {}, "fp16": True}, "fp16 must be a mapping of keys to values, found True"),
-    ({ZERO: {}, "wandb": {"enabled": True}}, "this monitor does not exist here; tensorboard and csv_monitor do"),
+    ({ZERO: {}, "wandb": True}, "wandb must be a mapping of keys to values, found True"),
+    ({ZERO: {}, "torch_autocast": {"enabled": True, "dtype": "int8"}}, "'int8' is no dtype"),
     ({ZERO: {}, "elasticity": {"enabled": True}}, "the number of ranks is fixed while a script runs"),
     (
         {ZERO: {}, "communication_data_type": "int8"},

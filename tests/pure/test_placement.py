@@ -15,13 +15,22 @@ from gemini.placement.policy import slots_for
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("2GB", 2 * 10**9), ("2GiB", 2 * 2**30), ("1.5 MiB", 3 * 2**19), ("7B", 7), (5, 5), (None, None)],
+    [
+        ("2GB", 2 * 10**9),
+        ("2GiB", 2 * 2**30),
+        ("1.5 MiB", 3 * 2**19),
+        ("7B", 7),
+        ("8G", 8 * 10**9),
+        ("8Gi", 2**33),
+        (5, 5),
+        (None, None),
+    ],
 )
 def test_sizes_are_read_as_written(text: object, num_bytes: int | None) -> None:
     assert parse_bytes(text, "device_memory") == num_bytes  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["2G", "", "GiB", "-1GB", "1 GB!", float("inf"), -5])
+@pytest.mark.parametrize("text", ["2 gigs", "", "GiB", "-1GB", "1 GB!", float("inf"), 8.0, -5])
 def test_a_bad_size_names_the_argument(text: object) -> None:
     with pytest.raises(ValueError, match="device_memory"):
         parse_bytes(text, "device_memory")  # type: ignore[arg-type]

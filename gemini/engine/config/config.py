@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from torch import nn
 from torch.optim import lr_scheduler
 
-from gemini.engine.config.key import SCHEDULES, Number, Setting, Whole
+from gemini.engine.config.key import SCHEDULES, Number, Setting, Whole, dtype_named
 from gemini.engine.config.read import nearest, problems_of
 from gemini.optimizer.elementwise import TESTED
 from gemini.optimizer.step import LossScale
@@ -297,6 +297,14 @@ class MonitorsConfig(_ConfigPart):
     """TensorBoard's event files; needs the package tensorboard. None: none are written."""
     json_lines: MonitorConfig | None = None
     """One line of JSON per optimizer step. None: none are written."""
+    wandb: dict[str, Any] | None = None
+    """Arguments of `wandb.init`, to whose run metrics go; a warning says if there is none. None: nothing is sent."""
+    comet: dict[str, Any] | None = None
+    """Arguments of `comet_ml.start`, likewise."""
+    trackio: dict[str, Any] | None = None
+    """Arguments of `trackio.init`, likewise."""
+    mlflow: dict[str, Any] | None = None
+    """Arguments of `mlflow.start_run`, and `experiment_name` and `tracking_uri`, likewise."""
 
 
 class Config(_ConfigPart):
@@ -380,6 +388,8 @@ class Config(_ConfigPart):
     """False: `load_checkpoint` makes fp32 masters of the 16-bit weights again, and leaves those of the files."""
     cast_inputs: bool = False
     """True: floating-point inputs of the model are cast to `dtype`."""
+    autocast: Annotated[torch.dtype | None, BeforeValidator(dtype_named)] = None
+    """The engine runs the forward under `torch.autocast` with this dtype; weights keep theirs. None: without."""
 
     # batches
     train_batch_size: Positive | None = None

@@ -5,7 +5,7 @@ The order matters where two keys are one field: the later row counts. docs/confi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ from gemini.engine.config.key import (
     Table,
     Translation,
     Whole,
+    dtype_named,
 )
 from gemini.engine.config.read import Problem
 
@@ -299,6 +300,26 @@ def _static_scale(scale: float) -> dict[str, float] | None:
     return {"initial_scale": scale, "min_scale": scale, "max_scale": scale} if scale else None
 
 
+def _monitor(renamed: Mapping[str, str]) -> Callable[[Any], dict[str, Any] | None]:
+    """What a library's function takes of a section; None where it is off. renamed: names that are the library's own."""
+    # Comet's interval is of DeepSpeed's own writer, and every optimizer step is written here.
+    ours = ("enabled", "samples_log_interval")
+
+    def options(section: Any) -> dict[str, Any] | None:
+        if _is_off(section):
+            return None
+        return {
+            renamed.get(name, name): value for name, value in section.items() if name not in ours and value is not None
+        }
+
+    return options
+
+
+def _autocast(section: Any) -> torch.dtype | None:
+    """DeepSpeed's dtype is bfloat16 where none is said."""
+    return None if _is_off(section) else dtype_named(section.get("dtype") or "bfloat16")
+
+
 # 0 is DeepSpeed's word for "none" in `gradient_clipping` and `steps_per_print`. `Config` has None for it.
 _BATCHES = [
     Key("train_batch_size", Count, MappedTo("train_batch_size"), auto="follows from the other two"),
@@ -371,7 +392,13 @@ _PRECISION = [
     Key("bf16.bf16_master_weights_and_grads", bool, Refused("bf16 weights have masters of 32 bits, split in two")),
     Key("bf16.bf16_optimizer_states", bool, Refused("moments are fp32")),
     Key("amp", Section, Refused("Apex is not used: write bf16 or fp16", _is_off)),
-    Key("torch_autocast", Section, Refused("write bf16 or fp16, or use torch.autocast around the forward", _is_off)),
+    Key(
+        "torch_autocast",
+        Section,
+        MappedTo(
+            "autocast", _autocast, "the engine's forward runs under `torch.autocast`; torch's own list of functions"
+        ),
+    ),
     Key("communication_data_type", DtypeName, MappedTo("reduce_dtype")),
     Key("fp32_allreduce", bool, MappedTo("reduce_dtype", lambda on: torch.float32 if on else None)),
     Key("data_types.grad_accum_dtype", DtypeName, MappedTo("accumulate_dtype")),
@@ -400,8 +427,13 @@ _MONITORS = [
     Key("csv_monitor.output_path", str, MappedTo("monitors.json_lines.output_path", note="JSON lines in place of CSV")),
     Key("csv_monitor.job_name", str, MappedTo("monitors.json_lines.job_name")),
     *(
-        Key(name, Section, Refused("this monitor does not exist here; tensorboard and csv_monitor do", _is_off))
-        for name in ("wandb", "comet", "trackio")
+        Key(name, Section, MappedTo(f"monitors.{name}", _monitor(renamed), note))
+        for name, renamed, note in (
+            ("wandb", {"team": "entity"}, "project, group and team go to `wandb.init`, as do other keys"),
+            ("comet", {"project": "project_name"}, "project and workspace go to `comet_ml.start`, as do other keys"),
+            ("trackio", {"team": "space_id"}, "project and other keys go to `trackio.init`"),
+            ("mlflow", {}, "experiment_name, tracking_uri and arguments of `mlflow.start_run`"),
+        )
     ),
     *_each("flops_profiler", "enabled profile_step module_depth top_modules detailed output_file", _PROFILERS),
     Key("flops_profiler.recompute_fwd_factor", Number, _PROFILERS),

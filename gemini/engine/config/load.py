@@ -79,13 +79,14 @@ def load_config(
     except ValidationError as error:
         # A typo is answered with a key of the dialect in which the user writes.
         found = problems_of(error, _field_names(Config) if table is None else table.by_path)
-        raise source.error([_at_its_key(each, translated.origins) for each in found]) from error
+        # The sentences have all that pydantic found, in the keys of the user's file. Its traceback adds none.
+        raise source.error([_at_its_key(each, translated.origins) for each in found]) from None
     # `Config` has compared the batch sizes as far as it can without the number of ranks.
     if world_size is not None:
         try:
             result.batch_sizes(world_size)
         except ValueError as error:
-            raise source.error([said_of(("train_batch_size",), str(error))]) from error
+            raise source.error([said_of(("train_batch_size",), str(error))]) from None
     return result.with_notes(translated.ignored, source.constants)
 
 

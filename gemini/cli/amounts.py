@@ -1,0 +1,31 @@
+"""Amounts as the commands write them: in decimal units for people, and as options that can be pasted."""
+
+from __future__ import annotations
+
+import math
+
+UNITS = (("TB", 12), ("GB", 9), ("MB", 6), ("KB", 3))
+_PASTED = UNITS[1:]  # sizes of memory are in GB
+_DIGITS = 4
+
+
+def in_words(num_bytes: int) -> str:
+    """Four digits: "42.5 GB"."""
+    unit, power = next((each for each in UNITS[1:] if num_bytes >= 10 ** each[1]), ("B", 0))
+    return f"{num_bytes / 10**power:,.4g} {unit}"
+
+
+def as_option(num_bytes: int) -> str:
+    """At least so many bytes as the value of an option: "76.51GB"."""
+    unit, power = next((each for each in _PASTED if num_bytes >= 10 ** each[1]), ("B", 0))
+    # Rounded up in the fourth digit: what was tried with fewer bytes fits in more.
+    step = 10 ** max(0, len(str(num_bytes)) - _DIGITS)
+    whole = math.ceil(num_bytes / step) * step
+    # An integer that is divided by a power of ten has no digits that a float would add.
+    digits, rest = divmod(whole, 10**power)
+    return f"{digits}{f'.{rest:0{power}d}'.rstrip('0').rstrip('.') if power else ''}{unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
