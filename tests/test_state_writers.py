@@ -9,13 +9,13 @@ import pytest
 
 from tests.test_house_rules import PACKAGES, ROOT, sources
 
-FIRED = {"become", "note_fired", "note_all_fired"}
+FIRED = {"_become", "note_fired", "note_all_fired"}
 BOOKS = {
-    "state": {"become"},
-    "content": {"become"},
+    "state": {"_become"},
+    "content": {"_become"},
     "fired": FIRED,
     "num_fired": FIRED,
-    "expects": FIRED | {"expect"},
+    "expects": FIRED,
     "reduced_state": {"become_reduced"},
     "first_backward": {"become_reduced", "outlive_step"},
     "unsynced_state": {"become_unsynced"},
@@ -214,7 +214,7 @@ def test_the_rule_about_states_passes_over_what_is_none(line: str) -> None:
     ("owner", "method", "is_wrong"),
     [
         ("Gradient", "def become_reduced(self):\n    self.state = None\n", True),
-        ("Gradient", "def become(self):\n    self.state = None\n", False),
+        ("Gradient", "def _become(self):\n    self.state = None\n", False),
         ("ChunkGradient", "def become(self):\n    self.state = None\n", True),
         ("ChunkGradient", "def become(self):\n    self.chunk.slot = None\n", True),
         ("Gradient", "def note_fired(self, i):\n    self.fired[i] = 1\n", False),

@@ -178,12 +178,14 @@ class Gradient:
         self.is_chosen: Final = is_chosen
         self.sums: Final = sums
 
-        # the local gradient: written by `become`, and by `note_fired` where a parameter's gradient comes
+        # the local gradient: written by `_become`, and by `note_fired` where a parameter's gradient comes
         self.state = GradState.CLOSED
         self.content = Content.UNDEFINED
         self.fired = bytearray(count)  # by position: a gradient came since the payload was opened
         self.num_fired = 0  # number of ones in `fired`
-        self.expects: list[Any] = [None] * count  # by position: see `expect`
+        # By position: the view that the next gradient is copied to. None: it must be added to what its view holds, or
+        # refused, see `Arrivals.add`.
+        self.expects: list[Any] = [None] * count
 
         # the reduced gradient and unreduced sums: written by `become_reduced` and `become_unsynced`
         self.reduced_state = ReducedState.NONE
@@ -214,13 +216,26 @@ class Gradient:
 
         content: what a newly opened payload holds; a payload that only moves keeps its content.
         """
+        self._become(state, content, ())
+
+    def _become(self, state: GradState, content: Content | None, views: Sequence[Any]) -> None:
+        """See `become`. views: of a payload that takes gradients, by position."""
         if state not in NEXT[self.state]:
             raise self._cannot(self.state, state)
         if state is GradState.CLOSED:
             self.content, self.fired, self.num_fired = Content.UNDEFINED, bytearray(len(self.fired)), 0
         elif content is not None:
             self.content = content
-        self.expects = [None] * len(self.fired)
+        # In a sum the first gradient of a parameter is copied, and not added: what its view holds is no gradient.
+        held = self.got if self.content is Content.SUM else self.fired
+        # The common case of a payload that was just opened: without a loop over the parameters.
+        if views and self.all_trained and not any(held):
+            self.expects = list(views)
+        elif views:
+            rows = zip(self.fired, held, self.trained, views, strict=True)
+            self.expects = [None if came or is_held or not trained else view for came, is_held, trained, view in rows]
+        else:
+            self.expects = [None] * len(self.fired)
         # Written last: an interrupt before this line leaves a gradient that is closed once more.
         self.state = state
 
@@ -368,20 +383,6 @@ class Gradient:
 
     # -- what is expected of autograd
 
-    def expect(self, views: Sequence[Any]) -> None:
-        """Set for each position the view that the next gradient is copied to.
-
-        None means that the gradient must be added to what its view holds, or refused: see `Arrivals.add`.
-        """
-        # In a sum the first gradient of a parameter is copied, and not added: what its view holds is no gradient.
-        held = self.got if self.content is Content.SUM else self.fired
-        # The common case of a payload that was just opened: without a loop over the parameters.
-        if self.all_trained and not any(held):
-            self.expects = list(views)
-            return
-        rows = zip(self.fired, held, self.trained, views, strict=True)
-        self.expects = [None if fired or is_held or not trained else view for fired, is_held, trained, view in rows]
-
     def expect_from(self, trained: bytes) -> None:
         """Count the payload as complete once every parameter has a gradient. trained: by position."""
         self.trained = trained
@@ -430,7 +431,7 @@ class SlotRules(ABC):
     def lacks_slot(self, chunk: int) -> bool:
         """Whether the gradient can only be opened in a slot, and none is free."""
         gradient = self._books[chunk]
-        if gradient.state is GradState.CLOSED and gradient.may_write_home:
+        if gradient.has_whole and gradient.state is GradState.CLOSED and gradient.may_write_home:
             return False
         return self._free_slot(gradient.oversize) is None
 
@@ -443,7 +444,7 @@ class SlotRules(ABC):
         state = gradient.state
         if state is not GradState.CLOSED and state is not GradState.SPILLED:
             return
-        if state is GradState.CLOSED and gradient.may_write_home:
+        if gradient.has_whole and state is GradState.CLOSED and gradient.may_write_home:
             self._open_at_home(chunk, zero)
             return
         slot = self._free_slot(gradient.oversize)
@@ -969,16 +970,19 @@ class GradientRules(ABC):
 
         The reduction in flight is finished first: both use the same scratch.
         """
-        self.finish()
-        self._books.reduced.add(chunk)
+        books = self._books
+        before, books.in_flight = books.in_flight, None
+        if before is not None:
+            self._rest(before)
+        books.reduced.add(chunk)
         # The gradient may have been spilled. A rank without one takes part all the same, with a payload of zeros.
         self._slots.open(chunk, self._backward)
-        if not self._books.is_alone:
+        if not books.is_alone:
             self._homes.before_reduction(chunk)
-        may_stay = self._start(chunk)
-        self._books.in_flight = chunk
-        if not may_stay:
-            self.finish()
+        if self._start(chunk):
+            books.in_flight = chunk
+        else:
+            self._rest(chunk)
 
     def finish(self) -> None:
         """Finish the reduction in flight, if there is one. Local."""

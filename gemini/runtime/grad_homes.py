@@ -83,7 +83,9 @@ class GradMemory(SlotRules):
         self._keeps_whole = keeps_whole
         self.peak_open = 0
         self._num_open = 0  # in a slot or spilled, and not being reduced
-        self._flight: tuple[Callable[[], Region], OpenMove] | None = None
+        # Of the reduction in flight: waits for the mean, (optim_numel,) on the device, which is valid until the next
+        # one begins; one more block, in which the mean leaves. It holds buffers, so nothing of it stays after a step.
+        self.flight: tuple[Callable[[], Region], OpenMove] | None = None
         self._num_by_size = [0, 0]  # trainable chunks with regular slots, and with larger ones
 
     def add(self, chunk: Chunk) -> None:
@@ -158,23 +160,6 @@ class GradMemory(SlotRules):
             gradient.payload.flat[start:end].zero_()
         if gradient.num_fired < len(gradient.fired):
             _zero_unwritten(gradient)
-
-    def fly(self, mean: Callable[[], Region], moving: OpenMove) -> None:
-        """A reduction is in flight. mean: waits for it; (optim_numel,) on the device, valid until the next one begins.
-
-        moving: of one more block, in which the mean leaves.
-        """
-        self._flight = mean, moving
-
-    def land(self) -> tuple[Callable[[], Region], OpenMove]:
-        """Take out the reduction in flight, to be finished once."""
-        flight, self._flight = self._flight, None
-        assert flight is not None
-        return flight
-
-    def drop_flight(self) -> None:
-        """Nothing waits for the reduction in flight any more: its buffers are not held."""
-        self._flight = None
 
     def begin_reduction(self, gradient: ChunkGradient) -> None:
         """The payload goes to the other ranks and is not open any more."""

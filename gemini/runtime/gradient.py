@@ -212,21 +212,20 @@ class ChunkGradient(Gradient):
         # CLOSED is written last: an interrupt in here leaves a gradient that is closed once more.
         if state is GradState.CLOSED:
             self.payload, self.views, self.slot, self.spilled = None, (), None, None
-            super().become(state)
+            self._become(state, None, ())
             return
-        super().become(state, content)  # first: after an interrupt below `discard` still closes it
         # The payload stays where it is for the collective, but accepts no more gradients.
         if state is GradState.REDUCING:
+            self._become(state, None, ())
             return
+        payload: Region | None = None
+        views: tuple[Tensor, ...] = ()
         if slot is not None:
-            self.payload, self.views = slot.views[self.chunk.index]
+            payload, views = slot.views[self.chunk.index]
         elif state is GradState.AT_HOME:
-            self.payload, self.views = self.whole, self.whole_views
-        else:
-            self.payload, self.views = None, ()
-        self.slot, self.spilled = slot, spilled
-        if self.payload is not None:
-            self.expect(self.views)
+            payload, views = self.whole, self.whole_views
+        self._become(state, content, views)  # first: after an interrupt below `discard` still closes it
+        self.payload, self.views, self.slot, self.spilled = payload, views, slot, spilled
 
     def count_write(self) -> None:
         """The reduced gradient was written to: whole copies that were gathered before are stale."""

@@ -589,7 +589,7 @@ class GradStore:
         self.leftovers.end_step(becomes, stay or {})
         self.has_zeros = becomes is Becomes.ZERO
         self.books.end_step(has_zeros=self.has_zeros)
-        self.memory.drop_flight()
+        self.memory.flight = None
         # Attached homes become blank: autograd would add the next step's gradients to those that were just used.
         with untracked():
             self.arrivals.attach_homes()

@@ -181,11 +181,11 @@ class Reductions(GradientRules):
 
     # -- gradients that arrive
 
-    def make_way(self, chunk: int) -> None:
+    def finish(self) -> None:
         """See `GradientRules`."""
         if self._books.in_flight is not None:
             with untracked():
-                super().make_way(chunk)
+                super().finish()
 
     def collect(self, chunk: int, are_all: bool = True) -> None:
         """Take over the chunk's gradients that wait in `.grad`. are_all: no others will wait for now."""
@@ -331,7 +331,8 @@ class Reductions(GradientRules):
                 if self._books.uses_up:
                     self._note_missing(gradient)
                 self._completion.note_reduced(chunk)
-                if gradient.is_behind or gradient.chunk.exchange_bytes > self._scratch.num_bytes:
+                is_behind = gradient.unsynced_state is not UnsyncedState.NONE
+                if is_behind or gradient.chunk.exchange_bytes > self._scratch.num_bytes:
                     self.finish()
                     self._books.reduced.add(chunk)
                     self._reduce_apart(gradient)
@@ -382,11 +383,11 @@ class Reductions(GradientRules):
         self._scratch.reset()
         moving = self._memory.moving(gradient, self._communicator.position.here, blocks=1 if is_alone else 2)
         if is_alone:
-            self._memory.fly(partial(self._narrowed, gradient), moving)
+            self._memory.flight = partial(self._narrowed, gradient), moving
             return False
         with moving:
             mean = self._launch(gradient)
-        self._memory.fly(mean, moving)
+        self._memory.flight = mean, moving
         # At stage 0 finishing is a collective (an all-gather): it must not wait for a point that is this rank's alone.
         return self._stage > 0
 
@@ -435,7 +436,8 @@ class Reductions(GradientRules):
     # -- what becomes of a mean
 
     def _rest(self, chunk: int) -> None:
-        mean, moving = self._memory.land()
+        assert self._memory.flight is not None
+        mean, moving = self._memory.flight
         with moving:
             self._reduced = mean()
             super()._rest(chunk)

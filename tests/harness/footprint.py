@@ -29,7 +29,7 @@ FETCH, OPERATOR = "chunk's fetch in forward", "operator's forward hook"
 GRADIENT, STEP = "gradient's way", "training step"
 ROWS = {
     FETCH: ("Payloads.fetch",),
-    GRADIENT: ("_take_gradient", "Reductions._reduce", "Reductions._finish"),
+    GRADIENT: ("_take_gradient", "Reductions.reduce", "Reductions.finish"),
     OPERATOR: ("_AroundOperator.before",),
     "backward's fetch": ("Backward.node_fetch",),
     "optimizer.step()": ("ShardedOptimizer.step",),

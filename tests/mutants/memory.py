@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient takes any step that its caller asks for",
-        "Gradient.become",
+        "Gradient._become",
         "if state not in NEXT[self.state]:",
         "if False:",
         "tests/test_grad_states.py",
