@@ -366,7 +366,7 @@ class GradientAccess(FlatAccess):
 def _joined(step: Step, managed: ManagedParameter, own: Tensor) -> Tensor:
     """(numel,) all ranks' parts joined in payload order, of which `own` is this rank's. Collective."""
     communicator = step.communicator
-    ranks = communicator.world_size
+    ranks = communicator.num_shards
     pieces = managed.chunk.layout.owner_pieces(managed.offset, managed.numel)
     taken = [0] * ranks
     for rank, piece in pieces:
@@ -376,7 +376,7 @@ def _joined(step: Step, managed: ManagedParameter, own: Tensor) -> Tensor:
     every, whole = own.new_zeros(ranks * room), own.new_empty(managed.numel)
     # `room` is equal on all ranks: either all of them gather or, for an empty parameter, none does.
     if room:
-        shard = every[communicator.rank * room :][:room]
+        shard = every[communicator.shard_rank * room :][:room]
         shard[: own.numel()].copy_(own)
         # In this layout rank r's shard is the r-th piece of `room` elements, whatever the chunk's own layout is.
         layout = ShardLayout((Unit(0, ranks * room),), ranks)

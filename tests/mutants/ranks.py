@@ -20,8 +20,8 @@ MUTANTS = [
     Mutant(
         "the sum over ranks is not divided",
         "Communicator.start_reduce_scatter",
-        "self.collectives.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)",
-        "self.collectives.start_reduce_scatter(payload, layout, out, tag, mean=False, scratch=scratch)",
+        "among.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)",
+        "among.start_reduce_scatter(payload, layout, out, tag, mean=False, scratch=scratch)",
         f"{TWO_RANKS}[chain]",
     ),
     Mutant(
