@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier, update_tier
+from gemini.placement.demand import FLOAT32, ChunkDtypes, Dtype, Kind, Tier, update_tier
 from gemini.placement.gradient_rules import (
     LendingHistory,
     SumRule,
@@ -17,6 +17,7 @@ from gemini.placement.gradient_rules import (
     may_stay,
 )
 from gemini.placement.next_use import TOUCHES_AHEAD, Events, EvictionQueue, NextUse
+from sharding import ShardLayout
 
 if TYPE_CHECKING:
     from gemini.placement.plan import Plan
@@ -41,12 +42,14 @@ class MoveReason(StrEnum):
 class Exchange(StrEnum):
     """The collectives on model data.
 
-    GATHER: shards of parameters become a payload. REDUCE: gradients become shards of their mean. WHOLE_GRADIENT and
-    WHOLE_WEIGHT: every rank computed a part, and all ranks gather the whole.
+    GATHER: shards of parameters become a payload. REDUCE: gradients become shards of their mean. REPLICAS: groups that
+    hold the same shards add their sums up. WHOLE_GRADIENT and WHOLE_WEIGHT: every rank computed a part, and all ranks
+    gather the whole.
     """
 
     GATHER = "gather"
     REDUCE = "reduce"
+    REPLICAS = "reduce over replicas"
     WHOLE_GRADIENT = "gather of reduced gradients"
     WHOLE_WEIGHT = "gather of updated weights"
 
@@ -69,6 +72,14 @@ class Traffic:
         """Count collectives in which all ranks together fill, or send, a payload of `num_bytes`."""
         self.launches[what] += launches
         self.exchanged[what] += num_bytes
+
+    def reduce(self, layout: ShardLayout, dtypes: ChunkDtypes, launches: int) -> None:
+        """Count the reduction of a gradient: in the group of ranks that share the shards, then over the replicas."""
+        self.exchange(Exchange.REDUCE, layout.numel * dtypes.travel.itemsize, launches)
+        if layout.num_replicas > 1:
+            # A sum is sent in the dtype in which it is added, and comes back in that in which it rests.
+            summed = FLOAT32 if dtypes.travel.is_half else dtypes.travel
+            self.exchange(Exchange.REPLICAS, layout.shard_numel * (summed.itemsize + dtypes.rest.itemsize), launches)
 
     def clear(self) -> None:
         """Count from zero."""

@@ -304,7 +304,7 @@ class Gradients:
             return
         self.homes.before_reduction(chunk)
         tiles = num_tiles(facts, self._stage, self._scratch_bytes)
-        self._traffic.exchange(Exchange.REDUCE, facts.layout.numel * facts.dtypes.travel.itemsize, tiles)
+        self._traffic.reduce(facts.layout, facts.dtypes, tiles)
         self.of[chunk].state = "reducing"
         self._in_flight = chunk
         # At stage 0 the reduced shards are gathered at once, and tiles wait for each other: nothing stays in flight.

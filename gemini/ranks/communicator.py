@@ -435,6 +435,17 @@ class Communicator:
         if carried is not tensor:
             tensor.copy_(carried)
 
+    def spread_over_replicas_(self, tensor: Tensor, what: str) -> None:
+        """Replace `tensor` by that of the first replica. `what` names the collective. Collective with replicas."""
+        replicas = self._shards.replicas
+        if replicas is None:
+            return
+        tag = self._next(what, 0)
+        with self._agreeing():
+            if tag is not None:
+                self.collectives.check(tag)
+            replicas.broadcast_(tensor)
+
     def agree(self, data: bytes, what: str, shown: str | None = None, remedy: str = _BUILD_ALIKE) -> None:
         """Raises DivergenceError unless every rank passes the same `data`. Collective.
 
