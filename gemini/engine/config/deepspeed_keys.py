@@ -47,7 +47,7 @@ _GATHERED = NoEffect("shards of parameters are gathered by all-gather")
 
 
 def _group_of(size: int) -> int | None:
-    return size if size > 0 else None
+    return None if size in (-1, 0) else size
 
 
 ZERO = [
