@@ -6,6 +6,7 @@ REF adds the gradients of each group of ranks first, in rank order, and then the
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -193,6 +194,26 @@ def test_a_step_sends_what_its_plan_says_in_each_group(rank: int, world_size: in
         model.close()
 
 
+@on_ranks(4)
+def test_micro_batches_without_sync_are_reduced_over_replicas_once(rank: int, world_size: int) -> None:
+    sent, weights = [], []
+    for is_synced in (True, False):
+        model = mlp.wrap("cpu", shard_group_size=2)
+        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+        communicator = model.chunk_manager.communicator
+        before = communicator.bytes_by_group["replicas"]
+        for micro in range(3):
+            with nullcontext() if is_synced or micro == 2 else model.no_sync():
+                mlp.loss_of(model, 10 * micro + rank).backward()
+        optimizer.step()
+        sent.append(communicator.bytes_by_group["replicas"] - before)
+        weights.append(model.state_dict())
+        model.close()
+    assert sent[0] == 3 * sent[1]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-4, atol=1e-4)
+
+
 # -- Between steps: states that users read and write.
 
 
@@ -262,7 +283,7 @@ def saved(rank: int, world_size: int, folder: str, wrap: dict[str, Any], steps: 
         load_checkpoint(source, model, optimizer)
     hashes = [state_hash(model, optimizer)]
     for step in range(steps):
-        mlp.loss_of(model, 10 * optimizer.num_steps + rank + 100 * step).backward()
+        mlp.loss_of(model, 10 * step + rank).backward()
         optimizer.step()
     save_checkpoint(folder, model, optimizer)
     hashes.append(state_hash(model, optimizer))
@@ -284,12 +305,13 @@ def test_a_checkpoint_of_a_mesh_is_written_once_and_loads_on_any(ranks: RankPool
     assert run(4, "again", {**mesh, "stage": 1, "tensor_placement_policy": "cpu"}, 0, "flat")[0] == first
     after_pair = run(2, "pair, again", {}, 0, "pair")[0]
     assert run(4, "mesh, again", mesh, 0, "pair")[0] == after_pair
-    size = {
-        name: sum(file.stat().st_size for file in (tmp_path / name).rglob("*.safetensors")) for name in ("mesh", "flat")
-    }
-    assert 0 < size["mesh"] <= size["flat"]
-    writers = {int(file.name.split("-")[1]) for file in (tmp_path / "mesh").rglob("states-*")}
-    assert writers == {0, 1}
+    bytes_of = [
+        {file.name[:12]: file.stat().st_size for file in (tmp_path / name).rglob("states-*")}
+        for name in ("mesh", "flat")
+    ]
+    assert sum(bytes_of[0].values()) <= sum(bytes_of[1].values())
+    # The other replica's files have a header, and no tensor.
+    assert all(bytes_of[0][f"states-0000{rank}"] < 100 for rank in (2, 3)), bytes_of[0]
 
 
 # -- Failures of a rank in either group.
