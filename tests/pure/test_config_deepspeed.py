@@ -37,7 +37,8 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.json"))
 def test_an_example_of_the_documentation_parses(name: str, tmp_path: Path) -> None:
     config = load_config(example(name, tmp_path))
     assert config.stage == 3
-    assert config.ignored == ()
+    without_effect = ["zero_optimization.mics_hierarchical_params_gather"] if name == "mics" else []
+    assert [key for key, _ in config.ignored] == without_effect
     assert config.shard_group_size == (8 if name == "mics" else None)
 
 
