@@ -35,7 +35,7 @@ from gemini.deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_s
 from gemini.placement.simulate import Exchange
 from tests.dist import failing
 from tests.dist.parity_cases import train_many
-from tests.harness.on_ranks import gathered, on_ranks
+from tests.harness.on_ranks import gathered, in_soak, on_ranks
 from tests.harness.ranks import RankPool
 from tests.harness.reference import train_plain
 from tests.harness.runs import assert_equal_runs, wanted_on
@@ -47,10 +47,10 @@ SMALLEST = {"model_data_memory": "smallest"}
 
 # model, how to train, how to wrap
 TWO_BY_TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "tied, clipped, accumulated": ("gpt2", {"accumulation": 2, "clip": 0.05}, SMALLEST),
+    "tied, clipped": ("tied", {"accumulation": 2, "clip": 0.05}, SMALLEST),
     "unused, whole optimizer": ("sometimes_unused", {"clip": 0.05}, {"stage": 0, "tensor_placement_policy": "cpu"}),
     "frozen": ("frozen_body", {"accumulation": 2}, {"stage": 2, "tensor_placement_policy": "auto"}),
-    "ranks use other experts": ("experts", {"accumulation": 2}, {"stage": 1, "shard_strategy": "tensor"}),
+    "ranks use other experts": ("experts", {"accumulation": 2}, {"stage": 1}),
     "ranks use other experts, gathered": ("experts", {"clip": 0.05}, {"shard_strategy": "bucket", **SMALLEST}),
     "bf16": ("nested", {**HALF, "accumulation": 2, "clip": 0.05}, SMALLEST),
     "bf16, stage 0": ("nested", {**HALF, "clip": 0.05}, {"stage": 0, "tensor_placement_policy": "cpu"}),
@@ -59,12 +59,18 @@ TWO_BY_TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def test_two_replicas_of_two_shards_equal_plain(ranks: RankPool) -> None:
+LARGE = {"large": ("gpt2", {"accumulation": 2, "clip": 0.05}, SMALLEST)}
+
+
+@pytest.mark.parametrize("trainings", [TWO_BY_TWO, *in_soak(LARGE)], ids=lambda its: next(iter(its)))
+def test_two_replicas_of_two_shards_equal_plain(
+    ranks: RankPool, trainings: dict[str, tuple[str, dict[str, Any], dict[str, Any]]]
+) -> None:
     jobs = [
-        (name, {"steps": 3, **recipe}, {"shard_group_size": 2, **wrap}) for name, recipe, wrap in TWO_BY_TWO.values()
+        (name, {"steps": 3, **recipe}, {"shard_group_size": 2, **wrap}) for name, recipe, wrap in trainings.values()
     ]
     results = ranks(4).run(train_many, jobs, timeout_s=240)
-    for place, (title, (name, recipe, _)) in enumerate(TWO_BY_TWO.items()):
+    for place, (title, (name, recipe, _)) in enumerate(trainings.items()):
         options = {**recipe, "shard_group": 2, **({"reduce_dtype": torch.float32} if recipe.get("dtype") else {})}
         wanted = train_plain(MODELS[name], 3, 4, **options)
         for rank, of_rank in enumerate(results):
@@ -74,6 +80,9 @@ def test_two_replicas_of_two_shards_equal_plain(ranks: RankPool) -> None:
             except AssertionError as error:
                 raise AssertionError(f"{title}, rank {rank}: {error}") from None
             assert facts["budget_bytes"] is None or facts["peak_bytes"] <= facts["budget_bytes"], title
+            if title in ("bf16", "large"):
+                assert facts["num_chunks"] >= 8 and facts["spans_two_chunks"] == (title == "large"), facts
+                assert facts["num_evictions"] and facts["num_refetches_elsewhere"], facts
 
 
 # -- Equal meshes give equal bits, wherever the states are and whoever asks.

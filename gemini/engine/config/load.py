@@ -89,8 +89,8 @@ def load_config(
         try:
             result.settings().over(world_size)
         except ValueError as error:
-            found = said_of(("shard_group_size",), str(error))
-            raise source.error([_at_its_key(found, translated.origins)]) from error
+            said = said_of(("shard_group_size",), str(error))
+            raise source.error([_at_its_key(said, translated.origins)]) from error
     return result.with_notes(translated.ignored, source.constants)
 
 
