@@ -36,7 +36,8 @@ MUTANTS = [
         "Collectives.start_ordered_sum",
         "sum_rows(received.view(self.world_size, mine), parts[self.rank], divisor, scratch)",
         "sum_rows(received.view(self.world_size, mine)[:1], parts[self.rank], divisor, scratch)",
-        "tests/features/test_replicas.py::test_a_mesh_counts_its_ranks_in_its_own_order",
+        "tests/features/test_sharding_collectives.py"
+        "::test_replicas_add_in_their_order_in_the_scratch_that_is_documented",
     ),
     Mutant(
         "the mean is over a group of ranks, not over all",
