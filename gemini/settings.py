@@ -59,6 +59,7 @@ class Options(TypedDict, total=False):
     param_persistence_threshold: int
     model_persistence_threshold: int | None
     max_live_parameters: int | None
+    shard_group_size: int | None
     ignored_parameters: Collection[str]
     max_prefetch: int | None
     deferred_update: bool | None
@@ -111,6 +112,8 @@ class Settings:
             would pass it is skipped. None: no bound.
         max_live_parameters: elements that slots hold on the device, at most: what is gathered, or fetched from the
             host, at any instant, paddings included. What is at home on the device does not count. None: no bound.
+        shard_group_size: consecutive ranks that share one copy of what `stage` shards; the other groups of so many
+            ranks hold replicas of it. A `device_mesh` says the same, with ranks in any order. None: all are one group.
         ignored_parameters: names of parameters (shell patterns, as "head.*") that are left alone: in no chunk, on the
             device and in the dtype in which they are, with each rank's own values and gradients, neither reduced nor
             clipped. An optimizer of their own trains them.
@@ -186,6 +189,7 @@ class Settings:
     param_persistence_threshold: int = 0
     model_persistence_threshold: int | None = None
     max_live_parameters: int | None = None
+    shard_group_size: int | None = None
     ignored_parameters: Collection[str] = ()
     max_prefetch: int | None = None
     deferred_update: bool | None = None
@@ -254,6 +258,28 @@ class Settings:
     def budget_bytes(self, name: str) -> int | None:
         """One of the budgets, in bytes. Local; raises nothing."""
         return parse_bytes(getattr(self, name), name)
+
+    def over(self, world_size: int) -> Settings:
+        """These settings on so many ranks, where groups that are all ranks, or one rank each, are plain cases. Local.
+
+        Raises ValueError if groups of `shard_group_size` do not fill them.
+        """
+        size = self.shard_group_size
+        if size is None:
+            return self
+        if world_size % size:
+            raise ValueError(
+                f"shard_group_size={size} does not divide {world_size} ranks into groups: give a divisor of "
+                f"{world_size}, or start a multiple of {size} ranks"
+            )
+        # Groups of one rank shard nothing: that is what stage 0 does, with all ranks as replicas.
+        if size == 1 and world_size > 1:
+            return replace(self, stage=0, shard_group_size=None)
+        return replace(self, shard_group_size=None) if size == world_size else self
+
+    def num_shards(self, world_size: int) -> int:
+        """Ranks of one group, of `world_size` in all. Local; raises nothing after `over`."""
+        return self.shard_group_size or world_size
 
     def gathers(self, world_size: int) -> bool:
         """Parameters are gathered from other ranks. Local; raises nothing."""
@@ -366,6 +392,11 @@ class Settings:
             raise ValueError(
                 f"update_in_backward=True uses the gradients of each backward at once, and "
                 f"gradient_accumulation_steps={steps} adds up several: leave one of the two out"
+            )
+        group = self.shard_group_size
+        if group is not None and (not _is_int(group) or group < 1):
+            raise (ValueError if _is_int(group) else TypeError)(
+                f"shard_group_size must be a number of ranks, of at least 1, or None, found {group!r}"
             )
         size = self.chunk_size
         if size is not None and not _is_int(size):

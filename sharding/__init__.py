@@ -5,7 +5,7 @@ shards into payloads and payloads into shards, and a tag identifies the payload 
 chunks, tiers or optimizers. Reading order: strategy, layout, tag, tag_buffers, rank_order_sum, backend, collectives.
 """
 
-from sharding.collectives import SUM_TILE_NUMEL, Collectives, Scratch
+from sharding.collectives import SUM_TILE_NUMEL, Collectives, Scratch, replica_numels
 from sharding.gloo import InFlight, backends, check_backend
 from sharding.layout import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, pieces_within, round_up
 from sharding.strategy import (
@@ -43,6 +43,7 @@ __all__ = [
     "check_units",
     "lay_out_unit",
     "pieces_within",
+    "replica_numels",
     "resolve_strategy",
     "round_up",
 ]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding.gloo import Gloo, InFlight, backends, check_backend, control_device, start_gather
-from sharding.layout import ShardLayout
+from sharding.layout import ALIGNMENT, ShardLayout, even_parts
 from sharding.tag import MOST_TOLD_BYTES, Announced, Tag, TagBuffers, Told
 
 # -- The sum over ranks in the order of ranks: its bits depend neither on the layout nor on the backend.
@@ -36,10 +36,15 @@ SUM_TILE_NUMEL = 1 << 18
 """Elements that are added at a time. The buffer stays small; fewer are slower, more are not faster."""
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of `dtype` are added up: fp32 for 16 bits, and their own otherwise."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
     """Set out = (rows[0] + rows[1] + ...) / divisor, added in this order. Elementwise, so tiles change no bit."""
-    half = rows.dtype in (torch.bfloat16, torch.float16)
-    dtype = torch.float32 if half else rows.dtype
+    dtype = sum_dtype(rows.dtype)
+    half = dtype is not rows.dtype
     numel = out.numel()
     tile_numel = min(numel, SUM_TILE_NUMEL)
     # If `out` has the sum's dtype it is the accumulator itself. A narrower one would round after each rank's addition.
@@ -65,6 +70,18 @@ def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
             target.copy_(total)
 
 
+def replica_numels(numel: int, num_replicas: int, rounds: bool) -> list[int]:
+    """The elements, of the sum's dtype, of each buffer with which replicas reduce a shard of `numel`.
+
+    rounds: the result has another dtype than the sum.
+    """
+    if num_replicas == 1:
+        return []
+    # Parts are as large as the largest of them. This bound grows linearly with shards, which end on `ALIGNMENT`.
+    received = numel + (num_replicas - 1 if ALIGNMENT % num_replicas else 0)
+    return [numel, received] if rounds else [received]
+
+
 # -- The collectives of one process group, on shards and payloads.
 #
 # `all_gather` turns shards into a payload in place, all units in one launch. `reduce_scatter` exchanges slices
@@ -77,6 +94,14 @@ def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
 # tags are sent first, in an envelope whose size is always the same, and a collective with a wrong tag is never
 # launched. Data that fits into the envelope travels in it. On other backends tags travel beside the payload, and
 # comparing them makes the host wait for the stream. A caller that knows that all ranks agree passes no tag.
+#
+# [Note: Replicas] Where several groups hold the same shards, a reduction takes two exchanges, and has one order. Each
+# group adds its ranks' slices in rank order, in the sum's dtype; these sums are added in the order of the groups, in
+# that dtype too; then the total is divided by the number of all ranks and rounded once. A rank adds one part of its
+# shard and sends it to its replicas, so that all of them hold equal bits. The second exchange is launched when the
+# first is over: at the start of the reduction, which is one point on all ranks, and not at its end, which may be at
+# another point on each. Otherwise a rank that ends a reduction would wait for a replica, which waits in another
+# collective for a rank of its group, and so on in a circle.
 
 
 _CPU = torch.device("cpu")
@@ -90,6 +115,8 @@ class Collectives:
     """The collectives of one group. `group=None` is one rank without torch.distributed, not the default group.
 
     wait: waits for a launch, and may watch for lost ranks meanwhile. device: the device of payloads and shards.
+    replicas: the collectives of the ranks that hold this rank's shard in other groups, in which reductions go on.
+    everyone: those of the ranks of all groups, which compare tags together on gloo.
     Raises ValueError if the group has no backend for that device. Not thread-safe: calls have one order on all ranks.
     """
 
@@ -98,10 +125,13 @@ class Collectives:
         group: dist.ProcessGroup | None,
         wait: Callable[[dist.Work], None] = _wait,
         device: torch.device = _CPU,
+        replicas: Collectives | None = None,
+        everyone: Collectives | None = None,
     ) -> None:
         if group is not None:
             check_backend(group, device)
         self.group = group
+        self.replicas = replicas
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
         self.wait = wait
@@ -114,6 +144,7 @@ class Collectives:
         self.calls: Counter[str] = Counter()  # launches by kind, without those of tags
         self._tags = TagBuffers(self.rank, self.world_size)
         self._gloo = Gloo(group, wait) if group is not None and self.checks_tags_first else None
+        self._teller = self._gloo if everyone is None else everyone._gloo
         # torch 2.11 has the second name, which later versions deprecate.
         self._gather_coalesced: Any = getattr(group, "all_gather_single_coalesced", None) or getattr(
             group, "allgather_into_tensor_coalesced", None
@@ -180,11 +211,12 @@ class Collectives:
         """Put this rank's shard of the sum, or mean, over all ranks' payloads into `out`.
 
         Added in rank order, in fp32 for 16-bit payloads and in the payload's own dtype otherwise, divided by
-        the world size after the sum, rounded once into `out`'s dtype.
+        the world size after the sum, rounded once into `out`'s dtype. With replicas: see [Note: Replicas].
         out: `(layout.shard_numel,)`, any float dtype; may be this rank's slice of the payload, of which
         nothing else is changed. scratch is asked for buffers that must not overlap each other: `layout.numel`
         elements of the payload's dtype, the same again if there are several units, and, if `out` has another
-        dtype than the sum, min(`shard_numel`, `SUM_TILE_NUMEL`) of the sum's.
+        dtype than the sum, min(`shard_numel`, `SUM_TILE_NUMEL`) of the sum's. With replicas also for what
+        `replica_numels` says, of the sum's dtype.
         Payload and scratch belong to the reduction until it is finished, and `out` is written by `finish`,
         which raises `TagMismatch` on every rank, with `out` untouched. One reduction at a time.
         """
@@ -204,6 +236,8 @@ class Collectives:
         # Tags have a launch of their own: in a single launch every slice would have to be copied next to its tag. Both
         # are in flight at once.
         tags = start_gather(beside.own, beside.every, self.group) if beside else None
+        if self.replicas is not None:
+            return self._go_on(self.replicas, received, slices, out, tags, beside, mean, scratch)
 
         def finish() -> None:
             self.wait(slices)
@@ -216,6 +250,69 @@ class Collectives:
             sum_rows(rows, out, self.world_size if mean else 1, scratch)
 
         return InFlight(finish, [slices, tags] if tags else [slices])
+
+    def _go_on(
+        self,
+        replicas: Collectives,
+        received: Tensor,
+        slices: dist.Work,
+        out: Tensor,
+        tags: dist.Work | None,
+        beside: Announced | None,
+        mean: bool,
+        scratch: Scratch,
+    ) -> InFlight:
+        """A reduction of which `slices` is this group's exchange, with the replicas. See [Note: Replicas]."""
+        self._order(slices)
+        dtype = sum_dtype(received.dtype)
+        total = out if out.dtype is dtype else scratch(out.numel(), dtype)
+        sum_rows(received.view(self.world_size, -1), total, 1, scratch)
+        divisor = self.world_size * replicas.world_size if mean else 1
+        spread = replicas.start_ordered_sum(total, out, divisor, scratch)
+
+        def finish() -> None:
+            if beside and tags:
+                self.wait(tags)
+                beside.verify()
+            spread.finish()
+
+        return InFlight(finish, [*spread.works, *([tags] if tags else [])])
+
+    def start_ordered_sum(self, own: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> InFlight:
+        """Put the sum over ranks of `own`, added in rank order and divided by `divisor`, into every rank's `out`.
+
+        own: flat, of the dtype in which it is added; may be `out`, and is garbage afterwards. Each rank adds up one
+        part, rounds it once into `out`'s dtype, and sends it to all. scratch: as in `start_reduce_scatter`. Returns
+        when the exchange is over, or on a device in its stream's order; the parts are on their way.
+        """
+        numels = even_parts(own.numel(), self.world_size)
+        mine, parts = numels[self.rank], out.split(numels)
+        received = scratch(self.world_size * mine, own.dtype)
+        self._count("replica_sum", own.nbytes)
+        equal = [mine] * self.world_size
+        self._order(dist.all_to_all_single(received, own, equal, numels, group=self.group, async_op=True))
+        if mine:
+            sum_rows(received.view(self.world_size, mine), parts[self.rank], divisor, scratch)
+        self._count("replica_gather", out.nbytes)
+        # Parts may differ in size, so each comes by a broadcast, to its place. All ranks launch them in one order.
+        works = [
+            dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
+            for rank, part in enumerate(parts)
+            if part.numel()
+        ]
+
+        def finish() -> None:
+            for work in works:
+                self.wait(work)
+
+        return InFlight(finish, works)
+
+    def _order(self, work: dist.Work) -> None:
+        """Let what follows come behind a launch. On a device the stream waits, and the host does not."""
+        if self._gloo is not None:
+            self.wait(work)
+        else:
+            work.wait()
 
     def all_reduce_sum_(self, tensor: Tensor, tag: Tag | None = None) -> None:
         """Sum over ranks, in place. The order of a float sum is the backend's: use it for integers.
@@ -336,8 +433,8 @@ class Collectives:
         """Raise `TagMismatch` on every rank unless all brought the same tag."""
         if self.world_size == 1:
             return
-        if self._gloo is not None:
-            self._gloo.tell(tag)
+        if self._teller is not None:
+            self._teller.tell(tag)
             return
         announced = self._tags.announce(tag, device or self._control_device, use)
         self.wait(start_gather(announced.own, announced.every, self.group))

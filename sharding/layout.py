@@ -53,13 +53,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How the units of one payload are divided over `world_size` ranks."""
+    """How the units of one payload are divided over `world_size` ranks, of which there are `num_replicas` groups."""
 
     units: tuple[Unit, ...]  # contiguous, in order, the first at 0
     world_size: int
+    num_replicas: int = 1  # groups of `world_size` ranks, each of which holds all shards once
 
     def __post_init__(self) -> None:
         _check_world_size(self.world_size)
+        if self.num_replicas < 1:
+            raise ValueError(f"num_replicas must be at least 1, got {self.num_replicas}")
         quantum = self.world_size * ALIGNMENT
         end = 0
         for index, unit in enumerate(self.units):
@@ -159,6 +162,15 @@ def pieces_within(pieces: Iterable[Piece], start: int, numel: int) -> Iterator[P
         end = min(start + numel, piece.shard_start + piece.numel)
         if first < end:
             yield Piece(piece.payload_start + first - piece.shard_start, first, end - first)
+
+
+def even_parts(numel: int, count: int) -> list[int]:
+    """The numbers of elements of `count` consecutive parts of `numel`, the largest first; the last may be empty.
+
+    Raises ValueError if `count` is below 1.
+    """
+    part = round_up(numel, count) // count
+    return [max(0, min(part, numel - index * part)) for index in range(count)]
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -197,7 +197,8 @@ class FullPrecisionAccess(StateAccess):
     def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
         """Set this rank's part to `values`, 1-D. Collective: payloads and whole weights need the other ranks' parts."""
         # Ranks may give values of different dtypes, but what is gathered must have one: that of the state.
-        self.set_whole(managed, self.join(managed, values.to(self.read(0, 0).dtype)))
+        whole = self.join(managed, values.to(self.read(0, 0).dtype))
+        self.set_whole(managed, _of_first_replica(self.step, managed, whole))
 
     def set_whole(self, managed: ManagedParameter, values: Tensor) -> None:
         """Set a parameter to `values`, (numel,), equal on all ranks, of any dtype and device. Local.
@@ -294,9 +295,10 @@ class FlatAccess(StateAccess):
         self.set_local(managed, torch.cat([values[:0], *managed.parts_of(values)]))
 
     def set_of_each_rank(self, managed: ManagedParameter, values: Tensor) -> None:
-        """Call `set_whole` with values that may differ by rank: each rank's own part counts. Collective at stage 0.
+        """Call `set_whole` with values that may differ by rank: each rank's own part counts.
 
-        Without the exchange, ranks that hold whole gradients or states would step their copies of the weights apart.
+        Of replicas the first one's counts. Collective at stage 0, and where there are replicas. Without the exchange,
+        ranks that hold whole gradients or states would step their copies of the weights apart.
         """
         chunk = self.chunk
         if chunk.layout.world_size > 1 and chunk.optim_layout.world_size == 1:
@@ -304,7 +306,7 @@ class FlatAccess(StateAccess):
             pieces = chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
             own = [values[piece.from_start(managed.offset).in_payload] for piece in pieces]
             values = _joined(self.step, managed, torch.cat([values[:0], *own]).to(self.device))
-        self.set_whole(managed, values)
+        self.set_whole(managed, _of_first_replica(self.step, managed, values))
 
     def fill(self, managed: ManagedParameter, read_into: Callable[[int, Tensor], None]) -> None:
         """Set this rank's part of a parameter from a file. Local.
@@ -363,10 +365,19 @@ class GradientAccess(FlatAccess):
         return kept if clip == 1.0 else kept * clip
 
 
+def _of_first_replica(step: Step, managed: ManagedParameter, values: Tensor) -> Tensor:
+    """`values`, (numel,), as the first replica has them: with others, replicas would be trained apart. Collective."""
+    if managed.chunk.layout.num_replicas == 1:
+        return values
+    shared = values.to(step.communicator.device, copy=True)
+    step.communicator.spread_over_replicas_(shared, f"a value for {managed.name}")
+    return shared
+
+
 def _joined(step: Step, managed: ManagedParameter, own: Tensor) -> Tensor:
     """(numel,) all ranks' parts joined in payload order, of which `own` is this rank's. Collective."""
     communicator = step.communicator
-    ranks = communicator.world_size
+    ranks = communicator.num_shards
     pieces = managed.chunk.layout.owner_pieces(managed.offset, managed.numel)
     taken = [0] * ranks
     for rank, piece in pieces:
@@ -376,7 +387,7 @@ def _joined(step: Step, managed: ManagedParameter, own: Tensor) -> Tensor:
     every, whole = own.new_zeros(ranks * room), own.new_empty(managed.numel)
     # `room` is equal on all ranks: either all of them gather or, for an empty parameter, none does.
     if room:
-        shard = every[communicator.rank * room :][:room]
+        shard = every[communicator.shard_rank * room :][:room]
         shard[: own.numel()].copy_(own)
         # In this layout rank r's shard is the r-th piece of `room` elements, whatever the chunk's own layout is.
         layout = ShardLayout((Unit(0, ranks * room),), ranks)

@@ -28,6 +28,7 @@ from gemini.placement.demand import Kind, Tier
 from gemini.placement.next_use import Phase
 from gemini.placement.packing import PackingInput, pack
 from gemini.ranks.communicator import Communicator, StepPosition
+from gemini.ranks.mesh import RankMesh
 from gemini.runtime.binding import Binding, set_weights
 from gemini.runtime.chunk import Chunk, ManagedParameter, dense_stride, have_one_order, placeholder, set_data
 from optim import round_master_
@@ -338,7 +339,7 @@ class BuildStore:
         self._position = StepPosition(["the model under construction"])
         carries_cpu = process_group is None or "cpu" in backends(process_group)
         carrier = torch.device("cpu") if carries_cpu else device.device
-        self._own = Communicator(process_group, self._position, rank_timeout_s, carrier)
+        self._own = Communicator(RankMesh.of(process_group), self._position, rank_timeout_s, carrier)
         self._disk = disk
         memory = RankMemory(device, HostTier(extent_bytes=_EXTENT_BYTES), disk)
         self.binding = BuildBinding(memory, self._own)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,20 @@ from gemini.access.parameter_link import any_link_of
 from gemini.access.released import LazyDetach, ReleasedParameter, guard_placeholders
 from gemini.building.store import BuildStore
 from gemini.errors import UnsupportedError
-from gemini.launch import ranks_of
 from gemini.log import warn_at_script
 from gemini.memory.disk import DiskTier
 from gemini.memory.memory import choose_tiers, resolve_device
 from gemini.monitor.live import MemoryMonitor
 from gemini.placement.demand import Tier
 from gemini.ranks.exit_report import publish_exit
+from gemini.ranks.mesh import ranks_in
 from gemini.settings import check_dtype
 from optim import in_memory_order, round_master_
 from optim.adam import refuse_unknown_arguments
 from sharding import ShardStrategy, resolve_strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # -- Arguments of Colossal-AI's `ZeroInitContext`, of any release, which ours has under another name or not at all.
 #
@@ -141,6 +144,7 @@ class ZeroInitContext:
         shard_param: False leaves parameters whole and ordinary, and only moves and casts them when the context ends.
         dtype: the dtype to which fp32, fp16 and bf16 weights are cast when the context ends. None: they are not cast.
         process_group: the ranks. None: all that were started, which join here if they have not met (`ShardedModel`).
+        device_mesh: instead, the ranks as a torch `DeviceMesh`. While the model is built, shards lie over all of them.
         home: where shards rest: "host", "device", "disk", or "auto", which takes at most half of the device's free
             memory. `ShardedModel` moves them to where its plan wants them.
         disk_path: with home="disk": a folder on a local disk. Its file has no name, and ends with the build.
@@ -168,6 +172,7 @@ class ZeroInitContext:
         *,
         dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
+        device_mesh: DeviceMesh | None = None,
         home: str = "auto",
         disk_path: str | Path | None = None,
         enabled: bool = True,
@@ -194,7 +199,7 @@ class ZeroInitContext:
         given = self._colossal.num_elements
         self.model_numel_tensor = torch.zeros(1, dtype=torch.int64, device="cpu") if given is None else given
         """The number of elements of all parameters that were built, in Colossal-AI's form: a tensor of one integer."""
-        self._group = self._colossal.process_group
+        self._group, self._mesh = self._colossal.process_group, device_mesh
         self._home = home
         self._disk_path = disk_path
         self._enabled = enabled
@@ -213,7 +218,7 @@ class ZeroInitContext:
         # Other ranks must hear of a rank whose script ends inside the context: they may wait for it in a collective.
         publish_exit()
         guard_placeholders()
-        group = ranks_of(self._group)
+        group = ranks_in(self._group, self._mesh).group
         if self._shards:
             device, _ = choose_tiers(self._device)
             disk = None if self._disk_path is None else DiskTier(Path(self._disk_path))

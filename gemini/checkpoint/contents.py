@@ -37,8 +37,10 @@ class Share(NamedTuple):
 
 
 def shares_of(managed: ManagedParameter) -> list[Share]:
-    """What this rank writes of a parameter: its shard, also of states that every rank holds whole."""
+    """What this rank writes of a parameter: its shard, also of states that are whole everywhere; one replica writes."""
     chunk = managed.chunk
+    if chunk.replica:
+        return []
     is_whole = chunk.optim_layout.world_size == 1
     pieces = chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
     return [

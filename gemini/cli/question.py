@@ -324,8 +324,11 @@ class Question:
         """The same question for `count` ranks, each with as much memory as now."""
         ranks = replace(self.cluster.ranks, count=count)
         # Shards, and so packings, depend on the number of ranks.
-        packed = packed_of(self.module, self.settings, count)
-        return replace(self, cluster=replace(self.cluster, ranks=ranks), packed=packed)
+        size = self.settings.shard_group_size
+        # Groups that do not fill so many ranks are given up: all of them are one group then.
+        settings = self.settings if size is None or count % size == 0 else replace(self.settings, shard_group_size=None)
+        packed = packed_of(self.module, settings, count)
+        return replace(self, settings=settings, cluster=replace(self.cluster, ranks=ranks), packed=packed)
 
     def with_policy(self, policy: str | PlacementPolicy) -> Question:
         """The same question under another policy, which packings do not depend on."""

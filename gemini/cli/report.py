@@ -91,7 +91,7 @@ def answer(
     Raises ValueError for settings that the module contradicts.
     """
     # Costs and prefetch are those of the machine that is asked for, and not of the one that plans.
-    settings = replace(settings, device="emulated" if cluster.is_emulated else "cuda")
+    settings = replace(settings, device="emulated" if cluster.is_emulated else "cuda").over(cluster.ranks.count)
     dtype = _dtype_of(module, settings)
     work = workload_of(module, dtype.itemsize, batch.experts_per_token)
     # None: weights keep their own dtypes, which may differ within a model, and so do their gradients.

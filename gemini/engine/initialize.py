@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from rich import box
@@ -29,14 +29,18 @@ from gemini.engine.config.load import Dialect
 from gemini.engine.engine import Engine
 from gemini.engine.schedules import make_schedule, moves_by_metric
 from gemini.errors import ConfigError, DivergenceError, UnsupportedError
-from gemini.launch import launched_config, ranks_of
+from gemini.launch import launched_config
 from gemini.log import get_dist_logger, warn_at_script
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.placement.demand import Kind, Tier, format_bytes
+from gemini.ranks.mesh import ranks_in
 from gemini.settings import Settings
 from optim.adam import ON_DISK
 from sharding import Collectives
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # -- Loaders for an engine: of one rank's part of a dataset, and of whole windows only.
 
@@ -155,6 +159,7 @@ def assemble(
     lr_scheduler: SchedulerLike = None,
     process_group: dist.ProcessGroup | None = None,
     moves_given: bool = True,
+    device_mesh: DeviceMesh | None = None,
 ) -> Engine:
     """Make the engine. Arguments that cannot be combined are refused before the model is wrapped. Collective.
 
@@ -188,11 +193,11 @@ def assemble(
         # A model is wrapped once. The config's other fields, such as clipping, still count.
         config = _as_wrapped(config, model)
     else:
-        sizes = config.batch_sizes(_num_ranks(process_group))
+        sizes = config.batch_sizes(_num_ranks(process_group, device_mesh))
         # The plan needs the number of micro-batches, also if the config only gives batch sizes.
         settings = replace(config.settings(), gradient_accumulation_steps=sizes.accumulation)
         settings = replace(settings, **_disk_of(optimizer, config))
-        model = ShardedModel(model, process_group=process_group, settings=settings)
+        model = ShardedModel(model, process_group=process_group, device_mesh=device_mesh, settings=settings)
     # The optimizer comes after the model, since a callable gets the wrapped model's parameters. One that was made
     # before has the same parameter objects.
     plain = optimizer_of(model, optimizer, config, parameters)
@@ -212,8 +217,10 @@ def _disk_of(optimizer: OptimizerLike, config: Config) -> dict[str, Any]:
     return {"disk_path": folder, "disk_optim_frac": fraction} if fraction else {}
 
 
-def _num_ranks(process_group: dist.ProcessGroup | None) -> int:
+def _num_ranks(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> int:
     # There is no communicator yet that could be asked.
+    if device_mesh is not None:
+        return device_mesh.size()
     if process_group is not None:
         return process_group.size()
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -537,6 +544,7 @@ def initialize(
     *,
     config: Source = None,
     process_group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
     verbose: bool = True,
 ) -> tuple[Engine, Any, Any, Any]:
     """An `Engine` that trains the model sharded, as the config says. Collective: every rank calls it alike.
@@ -556,6 +564,7 @@ def initialize(
         config: a mapping, the path of a JSON, YAML, TOML or Python file, or a `Config`. None: the config that was given
             to `launch_from_torch(config=...)`, else all defaults.
         process_group: the ranks. None: all that were started, which join here if they have not met (`ShardedModel`).
+        device_mesh: instead, the ranks as a torch `DeviceMesh`, of which two dimensions are (replicate, shard).
         verbose: whether rank 0 logs what was decided.
 
     Returns the engine, the two loaders and the schedule, whose `step()` waits for a full window of accumulation and
@@ -567,10 +576,11 @@ def initialize(
         >>> engine, *_ = initialize(torch.nn.Linear(8, 1), config=config, verbose=False)
     """
     # The config is compared over the ranks that `ShardedModel` finds for `process_group=None`.
-    group = ranks_of(process_group)
+    group = ranks_in(process_group, device_mesh).group
     # Ranks compare configs before anything else: one that cannot read its file would leave the others in the wrapping.
     agreed = agreed_config(launched_config() if config is None else config, group)
-    engine = assemble(Engine, agreed, model, optimizer, None, criterion, lr_scheduler, process_group, moves_given=False)
+    given = optimizer, None, criterion, lr_scheduler, process_group
+    engine = assemble(Engine, agreed, model, *given, moves_given=False, device_mesh=device_mesh)
     if verbose:
         say(engine)
     window = engine.batch_sizes.accumulation

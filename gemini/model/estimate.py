@@ -109,6 +109,7 @@ def estimate_memory(
         raise ValueError(f"optim_states must be an integer of at least 0, found {optim_states!r}")
     others = "model", "world_size", "optim_states", "settings"
     settings = Settings.of("estimate_memory", *others, settings=settings, shard_strategy=shard_strategy, **options)
+    settings = settings.over(world_size)
     module = module_of(model)
     # Without free bytes: the machine at hand need not be the one that will train.
     plan = plan_training(packed_of(module, settings, world_size), settings, FreeBytes(), optim_states)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from gemini.observe import Observer
 from gemini.placement.demand import Kind, format_bytes, kind_named
 from gemini.placement.plan import Plan
 from gemini.ranks.exit_report import publish_exit
+from gemini.ranks.mesh import ranks_in
 from gemini.replan.trainability import Trainability
 from gemini.runtime.calls import Operator
 from gemini.runtime.grads import Becomes
@@ -48,6 +49,9 @@ from gemini.runtime.manager import ChunkManager
 from gemini.runtime.step import Step
 from gemini.settings import BUDGETS, Budgets, Options, Settings, Strategy, check_dtype
 from optim.adam import refuse_unknown_arguments
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # -- Parameters and buffers of a module that share memory without being the same object.
 #
@@ -234,7 +238,7 @@ def memory_table(memory: RankMemory, plan: Plan, step: Step) -> str:
     links = sorted(memory.transfer.bytes_by_link.items())
     lines += [f"{link}: {format_bytes(num_bytes)}" for link, num_bytes in links]
     if step.communicator.world_size > 1:
-        lines.append(f"to other ranks: {format_bytes(step.communicator.collectives.bytes_sent)}")
+        lines.append(f"to other ranks: {format_bytes(step.communicator.bytes_sent)}")
     return "\n".join(lines)
 
 
@@ -264,6 +268,9 @@ class ShardedModel(FsdpMethods):
         shard_strategy: what a unit is, as in `Settings`.
         process_group: the ranks. None: all ranks of torch.distributed. Where it is not initialized and a launcher such
             as torchrun has started several ranks, they join here; GEMINI_NO_LAUNCH=1 leaves each by itself.
+        device_mesh: instead, the ranks as a torch `DeviceMesh`. One dimension is a process group. Of two, the first
+            replicates and the second shards (HSDP): what `stage` shards lies over the second, gradients are averaged
+            over all ranks, and replicas hold equal bits. n x 1 shards nothing (stage 0), 1 x n is ZeRO over n ranks.
         settings: everything else. None: `Settings()`.
         cast_inputs: True casts floating-point inputs of the module's forward to the dtype of the weights, `dtype` or
             the module's own; what it returns keeps its dtype. None or False: inputs stay as they are.
@@ -286,6 +293,7 @@ class ShardedModel(FsdpMethods):
         shard_strategy: Strategy = None,
         *,
         process_group: dist.ProcessGroup | None = None,
+        device_mesh: DeviceMesh | None = None,
         settings: Settings | None = None,
         cast_inputs: bool | None = None,
         output_dtype: torch.dtype | None = None,
@@ -294,7 +302,8 @@ class ShardedModel(FsdpMethods):
         publish_exit()
         guard_placeholders()
         refuse_ddp()
-        owner, others = type(self).__name__, ("module", "process_group", "settings", "cast_inputs", "output_dtype")
+        others = ("module", "process_group", "device_mesh", "settings", "cast_inputs", "output_dtype")
+        owner = type(self).__name__
         settings = Settings.of(owner, *others, settings=settings, shard_strategy=shard_strategy, **options)
         if not isinstance(cast_inputs, bool | None):
             raise TypeError(f"cast_inputs must be True or False, or None, found {cast_inputs!r}")
@@ -308,7 +317,8 @@ class ShardedModel(FsdpMethods):
                 by_name, ignored = dict(module.named_parameters()), ignored_in(module, settings)
             super().__init__()
             self._ignored, self._casts_inputs = ignored, bool(cast_inputs)
-            wrapping = Wrapping(module, by_name, ignored, settings, process_group, self._casts_inputs)
+            mesh, settings = ranks_in(process_group, device_mesh).divided(settings)
+            wrapping = Wrapping(module, by_name, ignored, settings, mesh, self._casts_inputs)
             try:
                 with wrapping.communicator.publishing():
                     plan, refused = wrapping.plan()

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gemini.access.parameter_link import any_link_of, own_grad, set_own_grad
 from gemini.access.released import ReleasedParameter
 from gemini.building.store import BuildStore, BuiltLink, built_link_of
 from gemini.errors import BudgetError, GeminiError, RankLostError, UnsupportedError
-from gemini.launch import ranks_of
 from gemini.memory.arena import Freed
 from gemini.memory.disk import DiskTier
 from gemini.memory.memory import RankMemory, choose_tiers
@@ -40,6 +38,7 @@ from gemini.placement.plan import Plan
 from gemini.placement.policy import PLACE_ALIKE, placement_in_words
 from gemini.placement.search import plan_first
 from gemini.ranks.communicator import Communicator, StepPosition
+from gemini.ranks.mesh import RankMesh
 from gemini.runtime.binding import full_precision, set_all_weights, set_weights
 from gemini.runtime.chunk import Chunk, ManagedParameter, dense_stride, placeholder, set_data, unguarded
 from gemini.runtime.manager import ChunkManager
@@ -90,8 +89,13 @@ def bytes_freed(parameters: Iterable[nn.Parameter], device: torch.device, source
 # -- Makes a model's chunks from the facts in its plan. Only the placeholders' few bytes are allocated.
 
 
-def make_chunks(plan: Plan, by_name: dict[str, nn.Parameter], device: torch.device, rank: int) -> list[Chunk]:
-    """The plan's chunks, with the place of each parameter in them, and no homes yet. Local."""
+def make_chunks(
+    plan: Plan, by_name: dict[str, nn.Parameter], device: torch.device, rank: int, replica: int
+) -> list[Chunk]:
+    """The plan's chunks, with the place of each parameter in them, and no homes yet. Local.
+
+    rank, replica: which of the shards this rank holds, and which of its replicas.
+    """
     uses = enumerate(plan.spec.first_uses(), start=1)  # position 0 is the model itself
     first_operator = {weight.name: place for place, weights in uses for weight in weights}
     chunks = []
@@ -109,6 +113,7 @@ def make_chunks(plan: Plan, by_name: dict[str, nn.Parameter], device: torch.devi
             layout=chunk_facts.layout,
             oversize=chunk_facts.oversize,
             rank=rank,
+            replica=replica,
             home_layout=chunk_facts.home_layout,
             optim_layout=chunk_facts.optim_layout,
             travel_dtype=torch_dtype(dtypes.travel),
@@ -263,7 +268,7 @@ def stores_of(links: Iterable[BuiltLink], ranks: tuple[int, ...]) -> list[BuildS
         if built_on != ranks:
             raise UnsupportedError(
                 f"the model was built in a ZeroInitContext on ranks {built_on} and is wrapped on ranks {ranks}: "
-                "call launch_from_torch() before the context, and give both the same process_group="
+                "call launch_from_torch() before the context, and give both the same process_group= or device_mesh="
             )
     return stores
 
@@ -586,24 +591,26 @@ class Wrapping:
         by_name: dict[str, nn.Parameter],
         ignored: Collection[nn.Parameter],
         settings: Settings,
-        process_group: dist.ProcessGroup | None,
+        mesh: RankMesh,
         cast_inputs: bool,
     ) -> None:
-        """ignored: parameters of the module that go into no chunk. process_group, cast_inputs: as of `ShardedModel`."""
+        """ignored: parameters of the module that go into no chunk. cast_inputs: as of `ShardedModel`.
+
+        mesh: the ranks; `settings` are `over` them.
+        """
         self.weights = weights_of(module, settings)
         self.casting: dict[nn.Module, InputCasting] = {**self.weights.casting}
         if cast_inputs:
             in_chunks = (dtype for each, dtype in self.weights.parameters.items() if each not in ignored)
             self.casting[module] = input_casting(settings, in_chunks)
         self._cast_inputs = cast_inputs
-        process_group = ranks_of(process_group)
         device_tier, host_tier = choose_tiers(settings.device)
         self._device = source_of(settings.device)
-        self.gathers = settings.gathers(1 if process_group is None else process_group.size())
+        self.gathers = settings.gathers(mesh.world_size)
         self._places: dict[nn.Parameter, int] = {}
         self.operators = find_operators(module, self.gathers, self._places, ignored)
         position = StepPosition(["", *(operator.name for _, operator in self.operators)])
-        self.communicator = Communicator(process_group, position, settings.rank_timeout, device_tier.device)
+        self.communicator = Communicator(mesh, position, settings.rank_timeout, device_tier.device)
         folder = settings.disk_path
         # One rank alone may find that its folder takes no file.
         with self.communicator.publishing():
@@ -634,7 +641,7 @@ class Wrapping:
         own = bytes_freed(self._places, device, self._device), 0
         free = read_free(settings, own, communicator, self._device)
         first, refused = plan_first(Packed(spec, settings, communicator.world_size), settings, free)
-        self._back.chunks = make_chunks(first, by_name, device, communicator.rank)
+        self._back.chunks = make_chunks(first, by_name, device, communicator.shard_rank, communicator.replica)
         # A policy of the user's was compared by its name alone: its placement may still differ by rank.
         had = placement_in_words(first.placement, first.budget_bytes)
         communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had, PLACE_ALIKE)

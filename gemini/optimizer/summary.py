@@ -208,6 +208,9 @@ def _counted(chunk: Chunk, has_gradient: bytearray, ungrouped: Sequence[bool] | 
 
     has_gradient: on this rank, by position.
     """
+    # Replicas have equal gradients, of which each element counts once.
+    if chunk.replica:
+        return []
     several = chunk.layout.world_size > 1
     # On several ranks a parameter without a gradient has zeros, which add nothing: take whole shards.
     if ungrouped is None and several:

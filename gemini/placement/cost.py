@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ class MovedBytes:
         num_gathers: the number of these gathers.
         exchanged_bytes: bytes of the gradient payloads that ranks exchange, in the dtype in which they travel.
         num_exchanges: the number of these exchanges.
+        replicated_bytes: bytes of the sums of gradients that replicas exchange, and of the means that come back.
+        num_replicas: groups of ranks that hold the same shards. All other bytes travel within one of them.
         device_update_bytes: bytes that the optimizer's update reads and writes on the device.
         host_update_bytes: the same on the host.
         from_disk_bytes: bytes of states that are read for their update.
@@ -41,6 +44,8 @@ class MovedBytes:
     num_gathers: int = 0
     exchanged_bytes: int = 0
     num_exchanges: int = 0
+    replicated_bytes: int = 0
+    num_replicas: int = 1
     device_update_bytes: int = 0
     host_update_bytes: int = 0
     from_disk_bytes: int = 0
@@ -56,7 +61,8 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
     links = predicted.bytes_by_link
     reduced = predicted.exchanged.get(Exchange.REDUCE, (0, 0))
     # Every exchange but a reduction is an all-gather.
-    gathers = [found for what, found in predicted.exchanged.items() if what is not Exchange.REDUCE]
+    reductions = Exchange.REDUCE, Exchange.REPLICAS
+    gathers = [found for what, found in predicted.exchanged.items() if what not in reductions]
     updated = {Tier.DEVICE: 0, Tier.HOST: 0}
     its = zip(plan.packing.chunks, plan.demand.chunks, plan.placement.homes, strict=True)
     for facts, chunk, homes in its:
@@ -71,6 +77,8 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
         num_gathers=sum(count for count, _ in gathers),
         exchanged_bytes=reduced[1],
         num_exchanges=reduced[0],
+        replicated_bytes=predicted.exchanged.get(Exchange.REPLICAS, (0, 0))[1],
+        num_replicas=max((facts.layout.num_replicas for facts in plan.packing.chunks), default=1),
         device_update_bytes=updated[Tier.DEVICE],
         host_update_bytes=updated[Tier.HOST],
         from_disk_bytes=links.get("disk->host", 0),
@@ -131,6 +139,14 @@ class Ranks:
     def fill_nodes(self, count: int) -> bool:
         """Whether so many share one such node, or leave no place empty on several."""
         return count <= self.per_node or count % self.per_node == 0
+
+    def divided(self, num_replicas: int) -> tuple[Ranks, Ranks]:
+        """The ranks of one group of consecutive ones, and those that hold one shard: one of each of so many groups."""
+        if num_replicas == 1:
+            return self, Ranks(1, 1)
+        size = self.count // num_replicas
+        beside = self.per_node // size if self.per_node % size == 0 else 1
+        return Ranks(size, math.gcd(size, self.per_node)), Ranks(num_replicas, math.gcd(num_replicas, beside))
 
     @property
     def on_a_node(self) -> int:
@@ -244,8 +260,14 @@ def modelled_step(
             parts[part] = None if rate is None else num_bytes / rate
     # With one rank nothing travels, so an unknown rate between ranks must not make a part unknown.
     if ranks.count > 1:
-        gathers = all_gather_seconds(moves.gathered_bytes, ranks, rates)
-        exchanges = exchange_seconds(moves.exchanged_bytes, ranks, rates)
+        group, replicas = ranks.divided(moves.num_replicas)
+        gathers = all_gather_seconds(moves.gathered_bytes, group, rates)
+        exchanges = exchange_seconds(moves.exchanged_bytes, group, rates)
+        if exchanges is not None and moves.num_replicas > 1:
+            over_replicas = exchange_seconds(moves.replicated_bytes, replicas, rates)
+            # As many reductions go over the replicas: an exchange, and a launch for each part that comes back.
+            launches_s = moves.num_exchanges * (1 + moves.num_replicas) * rates.collective_s
+            exchanges = None if over_replicas is None else exchanges + over_replicas + launches_s
         parts["gathers"] = None if gathers is None else gathers + moves.num_gathers * rates.collective_s
         parts["exchanges"] = None if exchanges is None else exchanges + moves.num_exchanges * rates.collective_s
     return ModelledStep(parts, flops, 3 * forward_flops, peak)

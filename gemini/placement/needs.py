@@ -23,7 +23,7 @@ from gemini.placement.demand import (
 )
 from gemini.placement.packing import ChunkFacts, Packing, packings
 from gemini.settings import Settings
-from sharding import ALIGNMENT, SUM_TILE_NUMEL
+from sharding import ALIGNMENT, SUM_TILE_NUMEL, ShardLayout, replica_numels
 
 # -- Scratch: device memory for the temporaries of one reduction, reused by the next. Bytes only.
 #
@@ -65,25 +65,26 @@ def tiled_scratch_bytes(trainable: Sequence[ChunkFacts], stage: int, world_size:
     return max((_tiled_bytes(chunk, stage) for chunk in trainable), default=0)
 
 
-def tile_bytes(travel: Dtype, rest: Dtype, rests_whole: bool, world_size: int, numel: int) -> int:
+def tile_bytes(travel: Dtype, rest: Dtype, rests_whole: bool, layout: ShardLayout, numel: int) -> int:
     """The scratch bytes to exchange `numel` elements of every rank's shard as a tile.
 
-    They hold the send and the receive buffer, the mean, the fp32 sum that is rounded to it, and the means of all ranks
-    if every rank keeps the whole gradient.
+    layout: the chunk's. They hold the send and the receive buffer, the mean, the fp32 sum that is rounded to it, the
+    means of all ranks if every rank keeps the whole gradient, and what replicas need beside.
     """
-    summed = FLOAT32 if travel.is_half else travel
-    pieces = [world_size * numel * travel.itemsize] * 2 + [numel * rest.itemsize]
+    summed, all_numel = FLOAT32 if travel.is_half else travel, layout.world_size * numel
+    pieces = [all_numel * travel.itemsize] * 2 + [numel * rest.itemsize]
     if rest != summed:
         pieces.append(numel * summed.itemsize)
     if rests_whole:
-        pieces.append(world_size * numel * rest.itemsize)
+        pieces.append(all_numel * rest.itemsize)
+    pieces += [each * summed.itemsize for each in replica_numels(numel, layout.num_replicas, rest != summed)]
     return sum(round_to_alignment(piece) for piece in pieces)
 
 
-def largest_tile(travel: Dtype, rest: Dtype, rests_whole: bool, world_size: int, num_bytes: int) -> int:
+def largest_tile(travel: Dtype, rest: Dtype, rests_whole: bool, layout: ShardLayout, num_bytes: int) -> int:
     """The most elements of every rank's shard that scratch of `num_bytes` has room to exchange at once."""
     # Shards and tiles have a multiple of `ALIGNMENT` elements, as a `ShardLayout` demands.
-    smallest, next_one = (tile_bytes(travel, rest, rests_whole, world_size, tiles * ALIGNMENT) for tiles in (1, 2))
+    smallest, next_one = (tile_bytes(travel, rest, rests_whole, layout, tiles * ALIGNMENT) for tiles in (1, 2))
     # Bytes grow linearly with the tile, in steps of `ALIGNMENT` elements.
     return (1 + (num_bytes - smallest) // (next_one - smallest)) * ALIGNMENT
 
@@ -93,7 +94,7 @@ def num_tiles(chunk: ChunkFacts, stage: int, num_bytes: int) -> int:
     if whole_exchange_bytes(chunk, stage) <= num_bytes:
         return 1
     dtypes, layout = chunk.dtypes, chunk.layout
-    tile = largest_tile(dtypes.travel, dtypes.rest, stage == 0, layout.world_size, num_bytes)
+    tile = largest_tile(dtypes.travel, dtypes.rest, stage == 0, layout, num_bytes)
     return -(-layout.shard_numel // tile)
 
 
@@ -113,6 +114,8 @@ def whole_exchange_bytes(chunk: ChunkFacts, stage: int) -> int:
     summed = FLOAT32 if dtypes.travel.is_half else dtypes.travel
     if dtypes.rest != summed:
         pieces.append(summed.itemsize * min(layout.shard_numel, SUM_TILE_NUMEL))
+    in_replicas = replica_numels(layout.shard_numel, layout.num_replicas, dtypes.rest != summed)
+    pieces += [each * summed.itemsize for each in in_replicas]
     # Every piece begins at an aligned address, for which at most one alignment is lost.
     return sum(pieces) + _ALIGNMENT_BYTES * len(pieces)
 
@@ -127,8 +130,8 @@ def _tiled_bytes(chunk: ChunkFacts, stage: int) -> int:
     whole = _reduction_bytes(chunk, stage)
     if not chunk.oversize:
         return whole
-    dtypes, world_size = chunk.dtypes, chunk.layout.world_size
-    least = tile_bytes(dtypes.travel, dtypes.rest, stage == 0, world_size, ALIGNMENT)
+    dtypes = chunk.dtypes
+    least = tile_bytes(dtypes.travel, dtypes.rest, stage == 0, chunk.layout, ALIGNMENT)
     return min(whole, max(TILED_BYTES, least, _least_for_sums(chunk, stage)))
 
 
@@ -136,7 +139,7 @@ def _least_for_sums(chunk: ChunkFacts, stage: int) -> int:
     """A sum that no_sync() left is always exchanged in tiles, as large as scratch allows: room for the smallest."""
     dtypes = chunk.dtypes
     rest = FLOAT32 if dtypes.widens else dtypes.rest
-    return tile_bytes(dtypes.sums, rest, stage == 0, chunk.layout.world_size, ALIGNMENT)
+    return tile_bytes(dtypes.sums, rest, stage == 0, chunk.layout, ALIGNMENT)
 
 
 def _rounding_bytes(chunk: ChunkFacts) -> int:

@@ -103,12 +103,21 @@ class _Line:
 class Packer:
     """Cuts one model into chunks of any size. Units and their sizes, which do not depend on it, are computed once."""
 
-    def __init__(self, operators: Sequence[Sequence[PackingInput]], strategy: ShardStrategy, world_size: int) -> None:
-        """operators: in the order of the module tree. Raises ValueError if the strategy loses or repeats one."""
+    def __init__(
+        self,
+        operators: Sequence[Sequence[PackingInput]],
+        strategy: ShardStrategy,
+        world_size: int,
+        num_replicas: int = 1,
+    ) -> None:
+        """operators: in the order of the module tree. Raises ValueError if the strategy loses or repeats one.
+
+        world_size, num_replicas: as of `ShardLayout`.
+        """
         self._spans_chunk = strategy.spans_chunk
         # A strategy that spans the chunk merges its units, and only the merged one is padded for the ranks.
         self._unit_alignment = ALIGNMENT if strategy.spans_chunk else world_size * ALIGNMENT
-        self._world_size = world_size
+        self._ranks = world_size, num_replicas
         # Every rank's slice of a payload ends on a multiple of ALIGNMENT elements, see [Note: Alignment] in
         # sharding/layout.py.
         self._quantum = world_size * ALIGNMENT
@@ -143,7 +152,7 @@ class Packer:
 
     def seal(self, cuts: Sequence[Cut]) -> tuple[PackedChunk, ...]:
         """The same chunks with the offset of every parameter."""
-        return tuple(_seal(cut, self._spans_chunk, self._world_size) for cut in cuts)
+        return tuple(_seal(cut, self._spans_chunk, *self._ranks) for cut in cuts)
 
     def exact_bytes(self) -> set[int]:
         """The bytes of each payload that holds exactly one operator or one unit."""
@@ -237,7 +246,7 @@ def _units_by_operator(
     return groups
 
 
-def _seal(cut: Cut, spans_chunk: bool, world_size: int) -> PackedChunk:
+def _seal(cut: Cut, spans_chunk: bool, world_size: int, num_replicas: int) -> PackedChunk:
     # A strategy that spans the chunk divides all of it in one piece, as a single unit.
     units = [[spec for unit in cut.units for spec in unit]] if spans_chunk else cut.units
     names: list[str] = []
@@ -251,7 +260,7 @@ def _seal(cut: Cut, spans_chunk: bool, world_size: int) -> PackedChunk:
         offsets += [start + offset for offset in inside]
         laid_out.append(Unit(start, numel))
         start += numel
-    layout = ShardLayout(tuple(laid_out), world_size)
+    layout = ShardLayout(tuple(laid_out), world_size, num_replicas)
     return PackedChunk(cut.key, cut.itemsize, tuple(names), tuple(offsets), layout, cut.oversize)
 
 
@@ -436,9 +445,10 @@ def packings(spec: ModelSpec, settings: Settings, world_size: int) -> Iterator[P
     """
     persistent = _persistent(spec, settings)
     inputs = [[_packing_input(weight, weight.name in persistent) for weight in row] for row in spec.first_uses()]
-    packer = Packer(inputs, resolve_strategy(settings.shard_strategy), world_size)
+    num_shards = settings.num_shards(world_size)
+    packer = Packer(inputs, resolve_strategy(settings.shard_strategy), num_shards, world_size // num_shards)
     if settings.chunk_size is None:
-        for found, cuts in candidates(packer, world_size):
+        for found, cuts in candidates(packer, num_shards):
             yield Packing(_facts_of(packer.seal(cuts), spec, settings, persistent), found.chunk_bytes, found)
         return
     # The user gives `chunk_size` in elements. Convert it with the element size of most parameters.

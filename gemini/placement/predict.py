@@ -403,6 +403,7 @@ def _taken(simulation: Simulation, plan: Decisions) -> Predicted:
 _NAMES = {
     Exchange.GATHER: "shards of weights",
     Exchange.REDUCE: "gradients",
+    Exchange.REPLICAS: "sums of gradients over replicas",
     Exchange.WHOLE_GRADIENT: "reduced gradients",
     Exchange.WHOLE_WEIGHT: "updated weights",
 }
@@ -418,6 +419,9 @@ def chunks_in_words(
     num_weights = sum(len(chunk.names) for chunk in packing.chunks)
     num_oversize = sum(chunk.oversize for chunk in packing.chunks)
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    replicas = packing.chunks[0].layout.num_replicas if packing.chunks else 1
+    if replicas > 1:
+        ranks += f" ({replicas} replicas of {world_size // replicas} shards)"
     yield f"{num_weights} weights are planned for {ranks} at stage {stage} with tensor_placement_policy={policy!r}."
     if infers:
         yield (

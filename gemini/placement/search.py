@@ -112,6 +112,7 @@ def plan_model(spec: ModelSpec, settings: Settings, world_size: int, free: FreeB
         >>> plan_model(spec, settings, world_size=4).minimum_bytes
         62208
     """
+    settings = settings.over(world_size)
     return plan_packed(Packed(spec, settings, world_size), settings, free)
 
 

@@ -6,7 +6,8 @@ from collections import Counter
 from enum import StrEnum
 
 from gemini.placement.decisions import Decisions
-from gemini.placement.demand import Kind, Tier
+from gemini.placement.demand import FLOAT32, ChunkDtypes, Kind, Tier
+from sharding import ShardLayout
 
 # -- Counts the bytes that cross the links and that ranks exchange in a step, by purpose, without moving any.
 
@@ -27,12 +28,14 @@ class MoveReason(StrEnum):
 class Exchange(StrEnum):
     """The collectives on model data.
 
-    GATHER: shards of parameters become a payload. REDUCE: gradients become shards of their mean. WHOLE_GRADIENT and
-    WHOLE_WEIGHT: every rank computed a part, and all ranks gather the whole.
+    GATHER: shards of parameters become a payload. REDUCE: gradients become shards of their mean. REPLICAS: groups that
+    hold the same shards add their sums up. WHOLE_GRADIENT and WHOLE_WEIGHT: every rank computed a part, and all ranks
+    gather the whole.
     """
 
     GATHER = "gather"
     REDUCE = "reduce"
+    REPLICAS = "reduce over replicas"
     WHOLE_GRADIENT = "gather of reduced gradients"
     WHOLE_WEIGHT = "gather of updated weights"
 
@@ -55,6 +58,14 @@ class Traffic:
         """Count collectives in which all ranks together fill, or send, a payload of `num_bytes`."""
         self.launches[what] += launches
         self.exchanged[what] += num_bytes
+
+    def reduce(self, layout: ShardLayout, dtypes: ChunkDtypes, launches: int) -> None:
+        """Count the reduction of a gradient: in the group of ranks that share the shards, then over the replicas."""
+        self.exchange(Exchange.REDUCE, layout.numel * dtypes.travel.itemsize, launches)
+        if layout.num_replicas > 1:
+            # A sum is sent in the dtype in which it is added, and comes back in that in which it rests.
+            summed = FLOAT32 if dtypes.travel.is_half else dtypes.travel
+            self.exchange(Exchange.REPLICAS, layout.shard_numel * (summed.itemsize + dtypes.rest.itemsize), launches)
 
     def clear(self) -> None:
         """Count from zero."""

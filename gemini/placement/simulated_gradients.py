@@ -340,7 +340,7 @@ class Gradients(GradientRules):
         if self._books.is_alone:
             return False
         facts, tiles = self._facts[chunk], self._num_tiles(chunk)
-        self._traffic.exchange(Exchange.REDUCE, facts.layout.numel * facts.dtypes.travel.itemsize, tiles)
+        self._traffic.reduce(facts.layout, facts.dtypes, tiles)
         self.of[chunk].become(GradState.REDUCING)
         # At stage 0 the reduced shards are gathered at once, and tiles wait for each other: nothing stays in flight.
         return self._stage > 0 and tiles == 1

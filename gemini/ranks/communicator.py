@@ -28,7 +28,8 @@ from gemini.memory.tier import lacks_memory
 from gemini.observe import Failed, Feed, Met, Reached
 from gemini.placement.next_use import Events, Phase, StepEvent
 from gemini.ranks.exit_report import words_of
-from gemini.ranks.group import Connection, dropped, end_dropped
+from gemini.ranks.group import Connection, Links, dropped, end_dropped
+from gemini.ranks.mesh import RankMesh, Rows
 from gemini.ranks.watchdog import IN_BACKWARD, IN_STEP, Watchdog, advice
 from sharding import InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
 
@@ -258,11 +259,14 @@ def _finish_told(finish: Callable[[], None], met: Met) -> None:
 
 
 class Communicator:
-    """The collectives of a process group of its own. `group=None` means one rank. Collective to create."""
+    """The collectives of the ranks of one model, in process groups of its own. Collective to create.
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, position: StepPosition, rank_timeout_s: float, device: torch.device
-    ) -> None:
+    `rank` and `world_size` are those of all ranks, which agree and broadcast together. Payloads are gathered and
+    reduced among the ranks that share the shards: `shard_rank` of `num_shards`. A reduction goes on with the replicas.
+    """
+
+    def __init__(self, mesh: RankMesh, position: StepPosition, rank_timeout_s: float, device: torch.device) -> None:
+        group = mesh.group
         self.position = position
         self.plan_hash = 0  # of the plan in force; 0 before there is one
         self._last = LastCollective(position)
@@ -271,15 +275,21 @@ class Communicator:
         self._process = os.getpid()
         self._replay = ScheduleReplay()
         self._parent = group
+        self.rows: Rows = mesh.rows  # the global ranks that take part: a row for each replica
         self.device = device
         if group is not None:
             check_backend(group, device)
         self.watch: Watchdog | None = None
         if group is not None and group.size() > 1:
             self.watch = Watchdog(group, rank_timeout_s, self._last.where, backends(group)[device.type] == "gloo")
-        self._connection = Connection(group, self.watch, rank_timeout_s, device)
-        self.collectives = self._connection.open()
+        self._connection = Connection(mesh, self.watch, rank_timeout_s, device)
+        self._use(self._connection.open())
         self._end_dropped()
+
+    def _use(self, links: Links) -> None:
+        self._links, (self.collectives, self._shards) = links, links
+        # A layout says by its number of ranks who gathers: what was built on all ranks may become shards of a mesh.
+        self._among = {self._shards.world_size: self._shards, self.collectives.world_size: self.collectives}
 
     def follow_plan(self, plan_hash: int) -> None:
         """Collectives from now on are of the plan with this hash, which their tags have. 0: of none. Local."""
@@ -294,13 +304,41 @@ class Communicator:
         return self.collectives.world_size
 
     @property
+    def shard_rank(self) -> int:
+        """This rank's place among those that share the shards."""
+        return self._shards.rank
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks that share the shards."""
+        return self._shards.world_size
+
+    @property
+    def replica(self) -> int:
+        """Which of the replicas of its shard this rank holds."""
+        return 0 if self._shards.replicas is None else self._shards.replicas.rank
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that this rank has sent, without tags."""
+        return sum(self.bytes_by_group.values())
+
+    @property
+    def bytes_by_group(self) -> dict[str, int]:
+        """The same by the group in which they travelled: "all" ranks, those of its "shards", its "replicas"."""
+        found, shards = {"all": self.collectives.bytes_sent}, self._shards
+        if shards is self.collectives or shards.replicas is None:
+            return found
+        return {**found, "shards": shards.bytes_sent, "replicas": shards.replicas.bytes_sent}
+
+    @property
     def users_group(self) -> dist.ProcessGroup | None:
         """The user's process group of these ranks, whose collectives are the user's. None: one rank."""
         return self._parent
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks that take part."""
+        """The global ranks that take part, in the order of `rank`."""
         return (0,) if self._parent is None else tuple(dist.get_process_group_ranks(self._parent))
 
     def begin_pass(self, kind: str) -> None:
@@ -338,10 +376,10 @@ class Communicator:
         Raises DivergenceError where ranks launch different collectives, as the returned function does.
         lane: all-gathers that are in flight at the same time need one each.
         """
-        tag = self._next("all-gather", chunk)
+        tag, among = self._next("all-gather", chunk), self._among[layout.world_size]
         try:  # as `_agreeing`, whose generator would cost four calls for each of a step's many collectives
             with unhooked():
-                launched = self.collectives.start_all_gather(payload, shard, layout, tag, use=f"all_gather {lane}")
+                launched = among.start_all_gather(payload, shard, layout, tag, use=f"all_gather {lane}")
         except TagMismatch as mismatch:
             raise self._refusal(mismatch) from None
         return self._finishing(launched)
@@ -359,10 +397,10 @@ class Communicator:
         Call the returned function to finish. Until then `payload`, `out` and what `scratch` gave out must not be used.
         Raises as `start_all_gather`.
         """
-        tag = self._next("reduce-scatter", chunk)
+        tag, among = self._next("reduce-scatter", chunk), self._among[layout.world_size]
         try:  # likewise
             with unhooked():
-                launched = self.collectives.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)
+                launched = among.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)
         except TagMismatch as mismatch:
             raise self._refusal(mismatch) from None
         return self._finishing(launched)
@@ -416,6 +454,17 @@ class Communicator:
         if carried is not tensor:
             tensor.copy_(carried)
 
+    def spread_over_replicas_(self, tensor: Tensor, what: str) -> None:
+        """Replace `tensor` by that of the first replica. `what` names the collective. Collective with replicas."""
+        replicas = self._shards.replicas
+        if replicas is None:
+            return
+        tag = self._next(what, 0)
+        with self._agreeing():
+            if tag is not None:
+                self.collectives.check(tag)
+            replicas.broadcast_(tensor)
+
     def agree(self, data: bytes, what: str, shown: str | None = None, remedy: str = _BUILD_ALIKE) -> None:
         """Raises DivergenceError unless every rank passes the same `data`. Collective.
 
@@ -459,7 +508,7 @@ class Communicator:
             # Ranks have failed at different points: tags that went on from there would differ in the first collective.
             self._last.restart()
             self._replay = ScheduleReplay()
-            self.collectives = self._connection.replace(self.collectives)
+            self._use(self._connection.replace(self._links))
             self.watch.failed = False
 
     def close(self) -> None:
@@ -467,7 +516,7 @@ class Communicator:
         if self._connection.is_open and self.watch is not None and not self.watch.failed:
             self.drop_pass()
             self._end_dropped()
-        self.collectives = self._connection.close(self.collectives)
+        self._use(self._connection.close(self._links))
 
     def _end_dropped(self) -> None:
         """End the groups of models that were dropped without `close()`. Collective. See [Note: Dropped groups]."""
@@ -552,10 +601,15 @@ class Communicator:
         return error
 
     def _diverged(self, mismatch: TagMismatch) -> DivergenceError:
+        found = mismatch.found
+        if len(found) < self.world_size:
+            # Tags that travelled beside a payload are of the ranks that share the shards, in their order.
+            row = next(row for row in self.rows if dist.get_rank() in row)
+            found = {self.ranks.index(row[rank]): tag for rank, tag in found.items()}
         places = {
             rank: f"{self.position.describe(tag.moment)} with the {tag_in_words(tag)} (collective "
             f"{tag.sequence}{'' if tag.plan_hash == self.plan_hash else ', another plan'})"
-            for rank, tag in sorted(mismatch.found.items())
+            for rank, tag in sorted(found.items())
         }
         words = "; ".join(f"rank {rank} was at {place}" for rank, place in places.items())
         return DivergenceError(f"ranks took different ways: {words}. {advice(places)}")

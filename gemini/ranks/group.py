@@ -7,14 +7,15 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from gemini.errors import UnsupportedError
+from gemini.errors import DivergenceError, UnsupportedError
 from gemini.ranks.exit_report import default_store
+from gemini.ranks.mesh import RankMesh
 from gemini.ranks.watchdog import Watchdog
 from sharding import Collectives, backends
 
@@ -107,19 +108,27 @@ _dropped: list[_Part] = []
 
 
 class OwnGroup:
-    """A process group of the parent's ranks and backends. Collective over these ranks only.
+    """A process group of ranks of the parent, with its backends. Collective over these ranks only.
 
     name: a name that no group of these ranks ever had, equal on all of them. The ranks find one another by it in the
-        store.
+        store. ranks: global ones, in the order of the group; None: all of the parent's. open_works: takes launched
+        collectives that this rank does not know to be over.
 
     `dist.new_group(use_local_synchronization=True)` derives a name from the number of groups that live in the process.
     After a group has ended, the next one would get its name and find its addresses, and ranks of which one has a group
     more would wait for one another under different names.
     """
 
-    def __init__(self, parent: dist.ProcessGroup, name: str, timeout: timedelta) -> None:
-        ranks = dist.get_process_group_ranks(parent)
-        self._part = _Part(name, tuple(ranks))
+    def __init__(
+        self,
+        parent: dist.ProcessGroup,
+        name: str,
+        timeout: timedelta,
+        ranks: Sequence[int] | None = None,
+        open_works: set[dist.Work] | None = None,
+    ) -> None:
+        ranks = dist.get_process_group_ranks(parent) if ranks is None else list(ranks)
+        self._part = _Part(name, tuple(ranks), set() if open_works is None else open_works)
         self.group = _connect(parent, name, ranks, timeout)
         self._drop = weakref.finalize(self, _dropped.append, self._part)
         # The process's groups end with it.
@@ -180,7 +189,7 @@ def _connect(parent: dist.ProcessGroup, name: str, ranks: list[int], timeout: ti
     own: dist.ProcessGroup
     own, _ = c10d._new_process_group_helper(
         len(ranks),
-        parent.rank(),
+        ranks.index(dist.get_rank()),
         ranks,
         backend,
         c10d._get_default_store(),
@@ -194,65 +203,110 @@ def _connect(parent: dist.ProcessGroup, name: str, ranks: list[int], timeout: ti
     return own
 
 
-# -- The process group that carries the collectives of one model: it is opened, replaced after a failure, and ended.
+# -- The process groups that carry the collectives of one model: opened, replaced after a failure, and ended.
+
+
+class Links(NamedTuple):
+    """How this rank reaches the others."""
+
+    all: Collectives  # all ranks, for what they agree on
+    shards: Collectives  # those that share the shards with this one: the same ones where there are no replicas
 
 
 class Connection:
     """The connection of this rank to the others.
 
-    It has a group of its own: a collective that a failure left open must not be matched with one of the user's.
+    It has groups of its own: a collective that a failure left open must not be matched with one of the user's.
     """
 
-    def __init__(
-        self, parent: dist.ProcessGroup | None, watch: Watchdog | None, rank_timeout_s: float, device: torch.device
-    ) -> None:
+    def __init__(self, mesh: RankMesh, watch: Watchdog | None, rank_timeout_s: float, device: torch.device) -> None:
         """watch: what waits for collectives. None on one rank, which needs no group."""
         self.works: set[dist.Work] = set()  # launched collectives that this rank does not know to be over
-        self._parent = parent
+        self._parent, self._rows = mesh.group, mesh.rows
         self._watch = watch
         # Longer than the watchdog's, so that the watchdog is first to report a lost rank, with its place in the step.
         self._timeout = timedelta(seconds=rank_timeout_s + 60)
         self._device = device
-        self._own: OwnGroup | None = None
-        if parent is not None and watch is not None:
-            announce_device(parent, device)
+        self._own: list[OwnGroup] = []
+        if self._parent is not None and watch is not None:
+            announce_device(self._parent, device)
 
     @property
     def is_open(self) -> bool:
         """There is a group. One rank never has one."""
-        return self._own is not None
+        return bool(self._own)
 
-    def open(self) -> Collectives:
-        """The collectives of a group that was just made. Collective. Raises UnsupportedError if ranks share a GPU."""
+    def open(self) -> Links:
+        """The collectives of groups that were just made. Collective.
+
+        Raises UnsupportedError if ranks share a GPU, and DivergenceError if they have different meshes.
+        """
         if self._parent is None or self._watch is None:
-            return Collectives(None)
+            alone = Collectives(None)
+            return Links(alone, alone)
         self._watch.join()
         refuse_shared(self._parent, self._device)
-        self._own = OwnGroup(self._parent, self._watch.name, self._timeout)
-        self.works = self._own.open
+        self._own, self.works = [], set()
+        everyone = self._connected(self._watch.name)
         self._watch.begin_group(self.works)
-        return Collectives(self._own.group, self._watch.wait, self._device)
+        if len(self._rows) == 1:
+            return Links(everyone, everyone)
+        # Ranks with other rows would look for one another under other names, until the timeout.
+        _refuse_other_rows(everyone.all_gather_bytes(repr(self._rows).encode()))
+        here = dist.get_rank()
+        row = next(row for row in self._rows if here in row)
+        column = [ranks[row.index(here)] for ranks in self._rows]
+        # Groups of one name find one another, so each row and each column has its own.
+        replicas = self._connected(f"{self._watch.name}/replicas of {column[0]}", column)
+        return Links(everyone, self._connected(f"{self._watch.name}/shards of {row[0]}", row, replicas, everyone))
 
-    def replace(self, collectives: Collectives) -> Collectives:
-        """The collectives of another group of the same ranks, after a failure that every rank caught. Collective."""
-        collectives.abort()
+    def _connected(self, name: str, ranks: Sequence[int] | None = None, *others: Collectives) -> Collectives:
+        assert self._parent is not None and self._watch is not None
+        own = OwnGroup(self._parent, name, self._timeout, ranks, self.works)
+        self._own.append(own)
+        return Collectives(own.group, self._watch.wait, self._device, *others)
+
+    def replace(self, links: Links) -> Links:
+        """The collectives of other groups of the same ranks, after a failure that every rank caught. Collective."""
+        _abort(links)
         before = self._own
         others = self.open()
-        if before is not None:
-            before.abort()  # `open` has waited for all ranks: each ends its part here
+        for own in before:
+            own.abort()  # `open` has waited for all ranks: each ends its part here
         return others
 
-    def close(self, collectives: Collectives) -> Collectives:
-        """Give the group back, with its threads and sockets. Collective, except after a failure.
+    def close(self, links: Links) -> Links:
+        """Give the groups back, with their threads and sockets. Collective, except after a failure.
 
         Returns collectives of this rank alone.
         """
-        if self._own is not None and self._watch is not None:
+        if self._own and self._watch is not None:
             if self._watch.failed:
-                collectives.abort()
-                self._own.drop()  # other ranks may not have heard of the failure yet
+                _abort(links)
+                for own in self._own:
+                    own.drop()  # other ranks may not have heard of the failure yet
             else:
-                collectives.barrier()  # gloo's destructor waits for the other ranks: leave together
-                self._own.close()
-        self._own, self.works = None, set()
-        return Collectives(None)
+                links.all.barrier()  # gloo's destructor waits for the other ranks: leave together
+                for own in self._own:
+                    own.close()
+        self._own, self.works = [], set()
+        alone = Collectives(None)
+        return Links(alone, alone)
+
+
+def _abort(links: Links) -> None:
+    links.all.abort()
+    if links.shards is not links.all:
+        links.shards.abort()
+        if links.shards.replicas is not None:
+            links.shards.replicas.abort()
+
+
+def _refuse_other_rows(of_ranks: Sequence[bytes]) -> None:
+    """Raises DivergenceError on all ranks if they have different meshes. of_ranks: the rows of each rank, in words."""
+    for rank, words in enumerate(of_ranks):
+        if words != of_ranks[0]:
+            raise DivergenceError(
+                f"the device_mesh differs between ranks: rank 0 has the groups {of_ranks[0].decode()}, rank {rank} has "
+                f"{words.decode()}. Give all ranks one mesh, or one shard_group_size"
+            )

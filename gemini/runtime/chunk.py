@@ -39,6 +39,7 @@ class LocalFacts:
     travel_dtype: Final[torch.dtype]  # of gradients between ranks
     gradient_dtype: Final[torch.dtype]  # of the reduced gradient at rest
     sum_dtype: Final[torch.dtype]  # of sums of several unreduced gradients between ranks
+    replica: Final[int] = 0  # which of the replicas of its shard this rank holds: the first speaks for all
     exchange_bytes: Final[int] = 0  # of scratch, with which ranks exchange its gradient at once
     widens: Final[bool] = False  # the reduced gradient becomes fp32 when a second micro-batch is added
     narrows: Final[bool] = False  # the reduced gradient is rounded to `gradient_dtype` before it is stored

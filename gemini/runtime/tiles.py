@@ -44,7 +44,7 @@ def reduce_in_tiles(
     after the other. travel, rest: the dtypes of `rows`, and of the mean before it comes to `target`.
     """
     world_size, shard_numel = chunk.layout.world_size, chunk.layout.shard_numel
-    facts = dtype_of(travel), dtype_of(rest), chunk.is_stepped_whole, world_size
+    facts = dtype_of(travel), dtype_of(rest), chunk.is_stepped_whole, chunk.layout
     tile_numel = largest_tile(*facts, scratch.num_bytes)
     for start in range(0, shard_numel, tile_numel):
         # The last tile, too, has a multiple of `ALIGNMENT` elements, because shards have.

@@ -42,7 +42,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "ends": (lambda folder: written(folder, "a.py", "raise SystemExit(1)\n"), "the config raised SystemExit"),
     "code": (lambda folder: written(folder, "a.py", "stage = 3\n"), "GEMINI_NO_EXEC=1 forbids to run"),
     "batch": (lambda folder: {**GOOD, "train_batch_size": 3}, "train_batch_size=3 is not a multiple of 2 ranks"),
-    "refused": (lambda folder: {"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, "MiCS divides states"),
+    "refused": (lambda folder: {"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, "=8 does not divide 2 ranks"),
     "type": (lambda folder: 3, "a config is a mapping or the path of a file, found int"),
     "differs": (lambda folder: {**GOOD, "stage": 1}, "stage=. against stage=."),
 }

@@ -97,7 +97,7 @@ def test_a_zero_config_of_deepspeeds_page_trains_as_the_same_settings_by_hand(
     [
         ("zero3_offload_param", False, "line 6: a comma is missing"),
         ("zero3_nvme", False, "line 7: a comma is missing"),
-        ("mics", True, "mics_shard_size=8 is refused: MiCS divides states inside groups"),
+        ("mics", True, "line 4: .*shard_group_size=8 does not divide 2 ranks into groups"),
     ],
 )
 def test_what_the_page_shows_and_is_not_here_is_refused_on_all_ranks(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sharding import ALIGNMENT, Collectives
+from sharding import ALIGNMENT, Collectives, replica_numels
 from sharding.collectives import SUM_TILE_NUMEL
 from sharding.gloo import MOST_REPEATED_BYTES
 from tests.harness.on_ranks import on_ranks
@@ -126,6 +126,30 @@ def test_a_reduction_asks_for_the_scratch_that_it_documents(rank: int, world_siz
         assert asked == (expected if world_size > 1 else [])
         mean = (ordered_sum(payloads) / world_size).to(out_dtype)
         assert same_bits(out, shard_of(mean, layout, rank))
+
+
+@on_ranks(2, 3, soak=(5,))
+def test_replicas_add_in_their_order_in_the_scratch_that_is_documented(rank: int, world_size: int) -> None:
+    """Parts of a shard are of different sizes on three ranks, and of some there is nothing left."""
+    asked: list[int] = []
+
+    def scratch(numel: int, dtype: torch.dtype) -> Tensor:
+        asked.append(numel if dtype is single else 0)
+        return torch.full((numel,), float("nan"), dtype=dtype)
+
+    single, ours = torch.float32, collectives(world_size)
+    for numel in (1, ALIGNMENT, 7 * ALIGNMENT):
+        sums = [values(r, numel, single) for r in range(world_size)]
+        for out_dtype in (single, torch.bfloat16):
+            asked.clear()
+            own, out = sums[rank].clone(), torch.full((numel,), float("nan"), dtype=out_dtype)
+            out = own if out_dtype is single else out
+            ours.start_ordered_sum(own, out, 2 * world_size, scratch).finish()
+            assert same_bits(out, (ordered_sum(sums) / (2 * world_size)).to(out_dtype)), (numel, out_dtype)
+            if numel % ALIGNMENT == 0:
+                # Of a tile of the sum, which is rounded, the caller knows.
+                assert asked[0] <= replica_numels(numel, world_size, rounds=False)[0]
+                assert asked[1:] == [] if out_dtype is single else asked[1] <= numel
 
 
 @on_ranks(1, 2, 3, 5)

@@ -20,7 +20,7 @@ from gemini.placement.policies import next_better, next_worse
 from gemini.placement.predict import predict
 from gemini.placement.simulate import Exchange
 from gemini.runtime import reduce
-from tests.harness.on_ranks import on_ranks_with
+from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.harness.predicted import Case, differences, run
 from tests.harness.reference import Recipe, train_plain
 from tests.harness.runs import assert_equal_runs, wanted_on
@@ -65,7 +65,16 @@ def num_reductions(plan: Plan) -> int:
 @pytest.mark.sampled(3)
 @on_ranks_with("place", {2: range(len(TRAININGS))}, soak={3: range(len(TRAININGS))})
 def test_tiles_change_no_bit(rank: int, world_size: int, place: int) -> None:
-    name, wrap, how = TRAININGS[place]
+    tiles_change_no_bit(rank, world_size, *TRAININGS[place])
+
+
+@on_ranks(4)
+def test_tiles_change_no_bit_where_there_are_replicas(rank: int, world_size: int) -> None:
+    name, wrap, how = TRAININGS[1]
+    tiles_change_no_bit(rank, world_size, name, {**wrap, "shard_group_size": 2}, {**how, "shard_group": 2})
+
+
+def tiles_change_no_bit(rank: int, world_size: int, name: str, wrap: dict[str, Any], how: dict[str, Any]) -> None:
     wanted = wanted_on(rank, train_plain(MODELS[name], world_size=world_size, steps=2, **how))
     given = {key: how[key] for key in ("dtype", "reduce_dtype", "accumulate_dtype") if key in how}
     with tiles_of(4 * world_size):

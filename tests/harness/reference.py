@@ -42,6 +42,7 @@ class Recipe:
     loss_scale: float = 1.0  # half precision: static
     reduce_dtype: torch.dtype | None = None  # of what ranks send; None: the gradient's own
     accumulate_dtype: torch.dtype | None = None  # None: at least fp32 when there are several micro-batches
+    shard_group: int | None = None  # ranks whose gradients are added first, before the groups' sums; None: all
     concatenated: bool = False  # one forward on the whole batch instead of one a rank: equal up to rounding
     penalty: Callable[[nn.Module], Tensor] | None = None  # added to the loss in the script
     lr_at: Callable[[int], float] | None = None  # a schedule: factor of lr at step 0, 1, …
@@ -183,8 +184,11 @@ def reduce_over_ranks(
     grads: Sequence[Tensor | None],
     reduce_dtype: torch.dtype | None = None,
     rest_dtype: torch.dtype | None = None,
+    shard_group: int | None = None,
 ) -> Tensor | None:
     """Mean over ranks of what travels: the sum in rank order, at least in fp32, divided, and rounded once.
+
+    shard_group: ranks that are added first, see `Recipe`.
 
     A rank without a gradient counts as zeros. One rank alone sends nothing.
     """
@@ -195,9 +199,16 @@ def reduce_over_ranks(
     if len(parts) == 1:
         return first.to(rest_dtype or first.dtype, copy=True)
     sent = [part.to(reduce_dtype or first.dtype) for part in parts]
-    total = sent[0].to(torch.promote_types(sent[0].dtype, torch.float32), copy=True)
-    for part in sent[1:]:
-        total += part.to(total.dtype)
+    wide = torch.promote_types(sent[0].dtype, torch.float32)
+    size = shard_group or len(sent)
+    sums = []
+    for start in range(0, len(sent), size):
+        sums.append(sent[start].to(wide, copy=True))
+        for part in sent[start + 1 : start + size]:
+            sums[-1] += part.to(wide)
+    total = sums[0]
+    for other in sums[1:]:
+        total += other
     total /= len(parts)
     return total.to(rest_dtype or first.dtype)
 
@@ -229,7 +240,7 @@ class _Accumulator:
             by_rank = [self._backward(step, rank, micro, losses[rank]) for rank in range(self.num_ranks)]
             for name, so_far in total.items():
                 parts = [grads[name] for grads in by_rank]
-                grad = reduce_over_ranks(parts, recipe.reduce_dtype, recipe.accumulate_dtype)
+                grad = reduce_over_ranks(parts, recipe.reduce_dtype, recipe.accumulate_dtype, recipe.shard_group)
                 if grad is None:
                     continue
                 if recipe.accumulation > 1 and recipe.accumulate_dtype is None:

@@ -102,7 +102,7 @@ def train_sharded(
         model.plan.budget_bytes,
         model.observer.counts["spill"],
         manager.grads.memory.peak_open,
-        manager.communicator.collectives.bytes_sent,
+        manager.communicator.bytes_sent,
     )
     return run, facts
 

@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         "other ranks are planned with the packings of these",
         "Question.with_ranks",
-        "packed = packed_of(self.module, self.settings, count)",
+        "packed = packed_of(self.module, settings, count)",
         "packed = self.packed",
         f"{_REFUSALS}::test_more_ranks_that_are_advised_fill_the_nodes_of_a_named_machine",
     ),

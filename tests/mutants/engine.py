@@ -89,8 +89,8 @@ MUTANTS = [
     Mutant(
         "the engine moves a schedule of the script's, too",
         "initialize",
-        "assemble(Engine, agreed, model, optimizer, None, criterion, lr_scheduler, process_group, moves_given=False)",
-        "assemble(Engine, agreed, model, optimizer, None, criterion, lr_scheduler, process_group, moves_given=True)",
+        "assemble(Engine, agreed, model, *given, moves_given=False, device_mesh=device_mesh)",
+        "assemble(Engine, agreed, model, *given, moves_given=True, device_mesh=device_mesh)",
         "tests/features/test_engine_moving.py::test_a_script_moves_its_schedule",
     ),
     Mutant(

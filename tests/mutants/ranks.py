@@ -20,8 +20,8 @@ MUTANTS = [
     Mutant(
         "the sum over ranks is not divided",
         "Communicator.start_reduce_scatter",
-        "self.collectives.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)",
-        "self.collectives.start_reduce_scatter(payload, layout, out, tag, mean=False, scratch=scratch)",
+        "among.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)",
+        "among.start_reduce_scatter(payload, layout, out, tag, mean=False, scratch=scratch)",
         f"{TWO_RANKS}[chain]",
     ),
     Mutant(
@@ -30,6 +30,35 @@ MUTANTS = [
         "sum_rows(rows, out, self.world_size if mean else 1, scratch)",
         "sum_rows(rows.flip(0), out, self.world_size if mean else 1, scratch)",
         "tests/dist/test_parity.py::test_three_and_four_ranks_equal_plain[3]",
+    ),
+    Mutant(
+        "replicas are not added up",
+        "Collectives.start_ordered_sum",
+        "sum_rows(received.view(self.world_size, mine), parts[self.rank], divisor, scratch)",
+        "sum_rows(received.view(self.world_size, mine)[:1], parts[self.rank], divisor, scratch)",
+        "tests/features/test_sharding_collectives.py"
+        "::test_replicas_add_in_their_order_in_the_scratch_that_is_documented",
+    ),
+    Mutant(
+        "the mean is over a group of ranks, not over all",
+        "Collectives._go_on",
+        "divisor = self.world_size * replicas.world_size if mean else 1",
+        "divisor = self.world_size if mean else 1",
+        "tests/features/test_replicas.py::test_two_replicas_of_two_shards_equal_plain",
+    ),
+    Mutant(
+        "every replica counts in the norm",
+        "_counted",
+        "if chunk.replica:\n    return []",
+        "",
+        "tests/features/test_replicas.py::test_two_replicas_of_two_shards_equal_plain",
+    ),
+    Mutant(
+        "every replica writes the checkpoint",
+        "shares_of",
+        "if chunk.replica:\n    return []",
+        "",
+        "tests/features/test_replicas.py::test_a_checkpoint_of_a_mesh_is_written_once_and_loads_on_any",
     ),
     Mutant(
         "tags are not compared",

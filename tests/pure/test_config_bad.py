@@ -105,7 +105,7 @@ BAD: list[tuple[dict[str, Any] | tuple[str, str], str]] = [
     (zero(overlap_com=True), f"{ZERO}.overlap_com is not a key; the nearest valid one is '{ZERO}.overlap_comm'"),
     (zero(offload_optimiser={}), f"{ZERO}.offload_optimiser is not a key; the nearest valid one is '{ZERO}.{OFFLOAD}"),
     (zero(prefetch_bucket_size=5, stage3_prefetch_bucket_size=5), "are one key; leave one out"),
-    (zero(mics_shard_size=8), "MiCS divides states inside groups of that many ranks; here all ranks are one group"),
+    ({"shard_group_size": 0}, "shard_group_size must be a number of ranks, of at least 1, or None, found 0"),
     (zero(zero_hpz_partition_size=8), "secondary shards inside a group (hpZ) do not exist here"),
     (zero(zero_quantized_weights=True), "collectives that carry quantised values do not exist here"),
     ({ZERO: {}, "clip_grad_norm": 1.0}, "clip_grad_norm is not a key; the nearest valid one is 'gradient_clipping'"),

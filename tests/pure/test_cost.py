@@ -74,6 +74,23 @@ def test_rings_use_every_adapter_of_a_node_and_exchanges_one_for_each_rank() -> 
     assert all_gather_seconds(1600, across, slow_node) == 1600 * 15 / 16 / 0.1
 
 
+def test_groups_gather_and_reduce_inside_a_node_and_replicas_go_over_the_network() -> None:
+    ranks = Ranks(8, 4)
+    group, replicas = ranks.divided(2)
+    assert (group, replicas, Ranks(16, 8).divided(4)) == (Ranks(4, 4), Ranks(2, 1), (Ranks(4, 4), Ranks(4, 2)))
+    moves = moves_of(plan_model(line(FP32), Settings(chunk_size=1024, shard_group_size=4), 8))
+    alone = moves_of(plan_model(line(FP32), Settings(chunk_size=1024), 4))
+    assert moves == replace(alone, num_replicas=2, replicated_bytes=6 * 256 * (4 + 4))
+    step, one_group = (
+        modelled_step(its, 1.0, 0.0, "float32", RATES, of) for its, of in ((moves, ranks), (alone, group))
+    )
+    assert step.parts["gathers"] == one_group.parts["gathers"]
+    found, in_group = step.parts["exchanges"], one_group.parts["exchanges"]
+    over = exchange_seconds(moves.replicated_bytes, replicas, RATES)
+    assert found is not None and in_group is not None and over is not None
+    assert found == pytest.approx(in_group + over + 3 * moves.num_exchanges * RATES.collective_s)
+
+
 def test_what_takes_a_rate_that_nobody_knows_is_named_and_not_in_the_sum() -> None:
     alone = replace(RATES, node_bytes_per_s=None, network_bytes_per_s=None)
     moves = MovedBytes(gathered_bytes=64, num_gathers=1, exchanged_bytes=32, num_exchanges=1)

@@ -334,6 +334,8 @@ class Config(_ConfigPart):
     """Elements that such parameters have in all, at most. None: no bound."""
     max_live_parameters: Annotated[int | None, Setting] = None
     """Elements that are gathered, or fetched from the host, at any instant, at most. None: the budget decides."""
+    shard_group_size: Annotated[int | None, Setting] = None
+    """Consecutive ranks that share one copy of what is divided; other groups hold replicas. None: all ranks."""
     max_prefetch: Annotated[int | None, Setting] = None
     """Payloads that may be on their way at once before they are asked for. None: 1, or 0 where copies take turns."""
     deferred_update: Annotated[bool | None, Setting] = None

@@ -46,6 +46,11 @@ _PINNED = NoEffect("host memory is page-locked wherever there is a CUDA device")
 _FROM_FILE = NoEffect("each rank reads its own part of a checkpoint, and none the whole")
 _GATHERED = NoEffect("shards of parameters are gathered by all-gather")
 
+
+def _group_of(size: int) -> int | None:
+    return None if size in (-1, 0) else size
+
+
 ZERO = [
     Key("zero_optimization.stage", int, MappedTo("stage", note="a missing stage is 0")),
     Key("zero_optimization.contiguous_gradients", bool, NoEffect("gradients are always stored in their chunk")),
@@ -158,12 +163,12 @@ ZERO = [
     Key(
         "zero_optimization.mics_shard_size",
         Whole,
-        Refused("MiCS divides states inside groups of that many ranks; here all ranks are one group", (-1, 0)),
+        MappedTo("shard_group_size", by=_group_of, note="consecutive ranks; `-1` and `0`: all ranks are one group"),
     ),
     Key(
         "zero_optimization.mics_hierarchical_params_gather",
         bool,
-        Refused("MiCS gathers in groups, first inside and then between nodes; here all ranks are one group"),
+        NoEffect("parameters are gathered inside a group by one launch; give a group no more ranks than a node has"),
     ),
     Key("zero_optimization.memory_efficient_linear", bool, NoEffect("backward fetches the weights that it needs")),
     Key("zero_optimization.pipeline_loading_checkpoint", bool, _FROM_FILE),

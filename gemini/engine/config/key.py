@@ -74,7 +74,7 @@ def _checked(value: Any, info: ValidationInfo) -> Any:
         value = {module_named(key): dtype_named(dtype) for key, dtype in value.items()}
     elif name.endswith("dtype"):
         value = dtype_named(value)
-    elif name in ("chunk_size", *COUNTS) and isinstance(value, float) and value.is_integer():
+    elif name in ("chunk_size", "shard_group_size", *COUNTS) and isinstance(value, float) and value.is_integer():
         # Every format reads 1e6 as a float.
         value = int(value)
     # Each field is checked by itself here, and a fraction alone would contradict the default policy "auto", or a disk's

@@ -87,6 +87,11 @@ def load_config(
             result.batch_sizes(world_size)
         except ValueError as error:
             raise source.error([said_of(("train_batch_size",), str(error))]) from None
+        try:
+            result.settings().over(world_size)
+        except ValueError as error:
+            said = said_of(("shard_group_size",), str(error))
+            raise source.error([_at_its_key(said, translated.origins)]) from None
     return result.with_notes(translated.ignored, source.constants)
 
 
