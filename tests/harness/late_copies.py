@@ -24,6 +24,7 @@ from gemini.memory import transfer
 from gemini.memory.arena import HostTier
 from gemini.memory.memory import EmulatedTier
 from gemini.memory.transfer import Region, Ticket
+from gemini.observe import Feed
 from gemini.placement.demand import Tier
 from tests.zoo import half
 
@@ -115,12 +116,13 @@ class LateLane:
     def __init__(self) -> None:
         self.copies: list[LateCopy] = []  # that are not over
         self.num_late = 0
+        self.heard = Feed()
         self.lock = threading.RLock()  # a thread that updates weights makes copies, too
 
     def aside(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def start(self, to: Region, source: Region, behind: Sequence[Ticket]) -> LateCopy:
+    def start(self, to: Region, source: Region, behind: Sequence[Ticket], copied: object = None) -> LateCopy:
         for each in behind:
             if not isinstance(each, LateCopy):  # a thread, or a sum that the host makes
                 each.order()
