@@ -222,6 +222,8 @@ class Gradient:
         """See `become`. views: of a payload that takes gradients, by position."""
         if state not in NEXT[self.state]:
             raise self._cannot(self.state, state)
+        if state is not GradState.CLOSED:
+            self.state = state  # first: after an interrupt below `discard` still closes it
         if state is GradState.CLOSED:
             self.content, self.fired, self.num_fired = Content.UNDEFINED, bytearray(len(self.fired)), 0
         elif content is not None:
@@ -236,7 +238,7 @@ class Gradient:
             self.expects = [None if came or is_held or not trained else view for came, is_held, trained, view in rows]
         else:
             self.expects = [None] * len(self.fired)
-        # Written last: an interrupt before this line leaves a gradient that is closed once more.
+        # CLOSED is written last: an interrupt before this line leaves a gradient that is closed once more.
         self.state = state
 
     def note_fired(self, position: int) -> None:

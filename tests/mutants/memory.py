@@ -158,6 +158,13 @@ MUTANTS = [
         "tests/features/test_late_copies.py",
     ),
     Mutant(
+        "an interrupted opening of a gradient leaves it closed",
+        "Gradient._become",
+        "state is not GradState.CLOSED",
+        "False",
+        "tests/test_interrupted_lines.py",
+    ),
+    Mutant(
         "the backward updates a chunk that its own node still holds",
         "Reductions._leave_node",
         "self._underway.follow_node()",
