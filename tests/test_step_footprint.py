@@ -38,19 +38,19 @@ BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
     },
     (2, "tight"): {
         FETCH: (711, 72, 88, 8),
-        GRADIENT: (1133, 104, 133, 12),
+        GRADIENT: (1136, 104, 135, 12),
         OPERATOR: (977, 183, 238, 10),
-        "backward's fetch": (957, 147, 186, 12),
+        "backward's fetch": (960, 149, 190, 12),
         "optimizer.step()": (2072, 875, 1096, 11),
-        STEP: (4722, 2901, 3747, 13),
+        STEP: (4725, 2909, 3763, 13),
     },
     (2, "fits"): {
         FETCH: (460, 39, 48, 8),
-        GRADIENT: (1133, 104, 133, 12),
+        GRADIENT: (1136, 104, 135, 12),
         OPERATOR: (724, 142, 186, 10),
-        "backward's fetch": (905, 135, 168, 12),
+        "backward's fetch": (908, 137, 172, 12),
         "optimizer.step()": (2135, 1012, 1286, 11),
-        STEP: (4854, 2840, 3705, 13),
+        STEP: (4857, 2848, 3721, 13),
     },
 }
 

@@ -56,7 +56,7 @@ def _get(parameter: Tensor) -> Tensor:
         return found
     chunk = link.managed.chunk
     # Another module's, which may leave while the user still has the answer: that one fetches itself, as outside.
-    if chunk.may_leave and not link.step.params.rules.pins[chunk.index]:
+    if chunk.may_leave and not link.step.params.is_pinned(chunk):
         return get_data(parameter)
     return link.data()
 

@@ -68,14 +68,14 @@ class Slot(SharedStorage):
     def occupy(self, chunk: int) -> None:
         """The slot, which is free, gets the payload of the chunk with this index."""
         self.chunk = chunk
-        if self._tier.ledger.heard:
-            self._tier.ledger.heard.tell(Occupied(self._kind, id(self), self.num_bytes, chunk))
+        if heard := self._tier.ledger.heard:
+            heard.tell(Occupied(self._kind, id(self), self.num_bytes, chunk))
 
     def vacate(self) -> None:
         """The chunk has left the slot. Of a pool's slot `SlotPool.vacate` says so: the pool must find it first."""
         self.chunk = None
-        if self._tier.ledger.heard:
-            self._tier.ledger.heard.tell(Occupied(self._kind, id(self), self.num_bytes, None))
+        if heard := self._tier.ledger.heard:
+            heard.tell(Occupied(self._kind, id(self), self.num_bytes, None))
 
     def stand_at(self, place: int) -> None:
         """Take this place in the order of a pool's slots; -1: leave the pool. Only the pool calls it."""

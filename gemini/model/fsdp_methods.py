@@ -92,7 +92,8 @@ class FsdpMethods(PlainView):
             self._unsynced = None
         if not requires_gradient_sync:
             self._unsynced = ExitStack()
-            self._unsynced.enter_context(self.chunk_manager.grads.books.unsynchronized())
+            books = self.chunk_manager.grads.books
+            self._unsynced.enter_context(books.unsynchronized())
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """A hint without effect: the order of the first forward is what later ones fetch ahead by. Local.

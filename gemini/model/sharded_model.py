@@ -402,7 +402,8 @@ class ShardedModel(FsdpMethods):
         unless `reduce_dtype` is given, and rests in fp32 unless `accumulate_dtype` is. Its bits differ from those of
         reducing every micro-batch. A backward inside raises BudgetError if the host has no room.
         """
-        with self.chunk_manager.grads.books.unsynchronized():
+        books = self.chunk_manager.grads.books
+        with books.unsynchronized():
             yield
 
     def check_parameters(self) -> None:

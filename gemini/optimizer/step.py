@@ -642,8 +642,8 @@ class OptimizerStep:
         if self._in_backward is not None:
             self._in_backward.sums.discard_sums()
         self.last = StepReport(number, norm, factors.clip, skipped, scale, self._moved(), *self._times_ms)
-        if self._manager.observer.steps:
-            self._manager.observer.steps.tell(Stepped(self.last))
+        if heard := self._manager.observer.steps:
+            heard.tell(Stepped(self.last))
         if updated:
             self._scaling.after_step(skipped)
 

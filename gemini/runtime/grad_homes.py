@@ -88,6 +88,10 @@ class GradMemory(SlotRules):
         self.flight: tuple[Callable[[], Region], OpenMove] | None = None
         self._num_by_size = [0, 0]  # trainable chunks with regular slots, and with larger ones
 
+    def note_flight(self, mean: Callable[[], Region], moving: OpenMove) -> None:
+        """A reduction has begun: `mean` ends it, and `moving` is told of its end."""
+        self.flight = mean, moving
+
     def add(self, chunk: Chunk) -> None:
         """Give a trainable chunk a gradient, without memory so far."""
         self.gradients[chunk.index] = ChunkGradient(chunk, self._keeps_whole)

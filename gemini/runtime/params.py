@@ -332,6 +332,10 @@ class ParamStore:
             with untracked():
                 self.rules.finish_ahead(self)
 
+    def is_pinned(self, chunk: Chunk) -> bool:
+        """Something uses the chunk's payload now."""
+        return self.rules.pins[chunk.index] > 0
+
     def is_coming(self, chunk: Chunk) -> bool:
         """The chunk's prefetch is in flight."""
         return self.rules.is_coming(chunk.index)

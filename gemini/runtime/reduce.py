@@ -138,7 +138,10 @@ USES_UP = "and update_in_backward=True uses them up at once: wrap the model with
 
 
 class Reductions(GradientRules):
-    """The reductions of one model's gradients, and what becomes of the means."""
+    """The reductions of one model's gradients, and what becomes of the means.
+
+    `reduce`, `finish`, `_rest` and `_reduce_in_order` wrap those of `GradientRules`: read these first.
+    """
 
     def __init__(
         self, params: ParamStore, grads: GradStore, underway: Underway, failures: Failures, stage: int
@@ -383,11 +386,11 @@ class Reductions(GradientRules):
         self._scratch.reset()
         moving = self._memory.moving(gradient, self._communicator.position.here, blocks=1 if is_alone else 2)
         if is_alone:
-            self._memory.flight = partial(self._narrowed, gradient), moving
+            self._memory.note_flight(partial(self._narrowed, gradient), moving)
             return False
         with moving:
             mean = self._launch(gradient)
-        self._memory.flight = mean, moving
+        self._memory.note_flight(mean, moving)
         # At stage 0 finishing is a collective (an all-gather): it must not wait for a point that is this rank's alone.
         return self._stage > 0
 

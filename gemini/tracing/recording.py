@@ -143,7 +143,8 @@ class TraceRecording:
 
     def end(self) -> RankTrace:
         """Listen no more. Waits for the thread beside training, and for copies that were begun."""
-        self._manager.memory.work.join()
+        memory = self._manager.memory
+        memory.work.join()
         for end in self._ends:
             end()
         recorded = self._trace(self._entries, self._before)

@@ -251,7 +251,7 @@ def test_an_optimizer_whose_making_was_interrupted_is_made_again_with_the_master
         assert torch.equal(safe_get_full_fp32_param(parameter), values[name]), name
 
 
-@pytest.mark.parametrize("where", [(ParamStore, "_arrive"), (Underway, "end_touch"), (Binding, "bind")], ids=str)
+@pytest.mark.parametrize("where", [(ParamStore, "arrive"), (Underway, "end_touch"), (Binding, "bind")], ids=str)
 def test_uses_of_parameters_that_were_interrupted_leave_slots_and_pins(where: tuple[Any, str]) -> None:
     """Every slot that there is could be lost so."""
     model, reference = wrapped(model_data_memory=wrapped().plan.packed_minimum_bytes), build()

@@ -198,7 +198,7 @@ def test_an_update_that_fails_half_way_is_not_repeated(rank: int, world_size: in
     prepare = ChunkUpdates._prepare
 
     def fails(self: Any, begun: Any, *rest: Any) -> bool:
-        if begun.update.state.chunk.index == 3:
+        if begun.state.chunk.index == 3:
             raise torch.OutOfMemoryError("no room for a kernel's own temporaries")
         return prepare(self, begun, *rest)
 

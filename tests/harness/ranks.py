@@ -218,7 +218,7 @@ class _Group:
             with contextlib.suppress(OSError, TypeError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
-        return self.log_tails(ranks)
+        return "\n".join([self.log_tails(ranks), *(_threads_of(self.processes[rank].pid) for rank in ranks)])
 
     def log_tails(self, ranks: list[int], num_lines: int = 60) -> str:
         return "\n".join(
@@ -255,6 +255,15 @@ class _Group:
         for pipe in self.pipes:
             pipe.close()
         self._folder.cleanup()
+
+
+def _threads_of(pid: int | None) -> str:
+    """Where the kernel has a process and its threads: once Python has ended, nothing else tells why it stays."""
+    found = []
+    with contextlib.suppress(OSError):
+        for each in sorted(Path(f"/proc/{pid}/task").iterdir()):
+            found.append(f"{(each / 'comm').read_text().strip()} in {(each / 'wchan').read_text()}")
+    return f"---- threads of process {pid}: {', '.join(found) or 'none'}"
 
 
 def _run_fresh(

@@ -10,7 +10,7 @@ from torch import nn
 
 from gemini import Settings, specs_of
 from gemini.errors import BudgetError
-from gemini.placement import budget
+from gemini.placement import host_room
 from gemini.placement.needs import Packed
 from gemini.placement.plan import Plan
 from gemini.placement.search import find_plans
@@ -42,7 +42,7 @@ def plans(seed: int) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("seed", [0, *in_soak(1, 2, 3)])
 def test_sums_that_find_no_room_are_never_counted_larger_than_a_simulated_step_has_them(seed: int) -> None:
-    short = [plan for plan in plans(seed) if budget._least_bytes_of_sums(plan)]
+    short = [plan for plan in plans(seed) if host_room._least_bytes_of_sums(plan)]
     assert short
     for plan in short:
-        assert budget._least_bytes_of_sums(plan) <= plan.predicted_unannounced.host_peak - plan.host_bytes
+        assert host_room._least_bytes_of_sums(plan) <= plan.predicted_unannounced.host_peak - plan.host_bytes

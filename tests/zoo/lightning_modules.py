@@ -92,7 +92,7 @@ def trainer(folder: Path | str, strategy: Any = "auto", **arguments: Any) -> pl.
         accelerator="cpu",
         devices=environment.world_size(),
         strategy=strategy,
-        plugins=[] if isinstance(strategy, str) else [environment],
+        plugins=[] if isinstance(strategy, str) and strategy != "gemini" else [environment],
         default_root_dir=folder,
         **{**quiet, "max_epochs": 1, **arguments},
     )

@@ -306,7 +306,11 @@ def _apply(key: Key, path: KeyPath, value: Any, result: Translation) -> None:
     elif isinstance(value, (str, int)) and value in effect.refused:
         result.problems.append(Problem(path, f"={value!r} is refused: {effect.refused[value]}"))
     else:
-        mapped = effect.by(value)
+        try:
+            mapped = effect.by(value)
+        except ValueError as error:  # in a section, whose values have no types of their own
+            result.problems.append(Problem(path, f": {error}"))
+            return
         target = tuple(path[-1] if part == "*" else part for part in effect.to.split("."))
         if mapped is not None:
             result.put(target, mapped, path)

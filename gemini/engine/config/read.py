@@ -38,7 +38,7 @@ _SYNONYMS = (
     "device gpu cuda accelerator",
     "host cpu",
     "placement offload offloading place residency tensor_placement_policy cpu_offload offload_optimizer offload_param",
-    "dtype precision half amp type dtypes fp16 bf16 bfloat16 float16 autocast",
+    "dtype precision half amp type dtypes fp16 bf16 bfloat16 float16",
     "stage zero zero_stage level",
     "shard sharding shards partition partitioning",
     "strategy plan",
