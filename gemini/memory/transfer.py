@@ -386,9 +386,8 @@ class Transfer:
             return self._copy_on_disk([(to, source)], [copied])
         if self._lane is None:
             # Copies are done at once here. A thread may still read what is about to be overwritten, see [Note: In the
-            # background] in checkpoint/saving.py, and a sum on the host may still be made, see `HostSum`.
+            # background] in checkpoint/saving.py, and a sum on the host may still be made, see `SumOnWait`.
             wait_on_host(to)
-            # A sum on the host may still be made: see `SumOnWait`.
             if source.tickets.write is not None:
                 source.tickets.write.wait()
             to.flat.copy_(source.flat)
