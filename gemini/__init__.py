@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from gemini.monitor.live import MemoryMonitor
     from gemini.monitor.readings import DeviceReading, DiskReading, HostReading, MemoryReading
     from gemini.observe import Move, Observer
+    from gemini.optimizer.averages import Ema
     from gemini.optimizer.sharded_optimizer import ShardedOptimizer
     from gemini.optimizer.state_dict import state_hash
     from gemini.placement.budget import FreeBytes
@@ -108,6 +109,7 @@ __all__ = [
     "DeviceReading",
     "DiskReading",
     "DivergenceError",
+    "Ema",
     "EmulatedDevice",
     "Engine",
     "FreeBytes",
@@ -262,6 +264,7 @@ _HOMES = {
         "Move",
         "Observer",
     ),
+    "gemini.optimizer.averages": ("Ema",),
     "gemini.optimizer.sharded_optimizer": ("ShardedOptimizer",),
     "gemini.optimizer.state_dict": ("state_hash",),
     "gemini.placement.budget": ("FreeBytes",),

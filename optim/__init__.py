@@ -6,6 +6,7 @@ with the same bits as `HybridAdam` on the whole model.
 """
 
 from optim.adam import CPUAdam, HybridAdam, hyperparameters
+from optim.average import average_, exchange_
 from optim.clip import clip_coefficient, clip_grad_norm_
 from optim.cpu_extension import num_threads, set_num_threads
 from optim.dispatch import accumulate_sum_of_squares_, prepare, update_pieces
@@ -38,6 +39,8 @@ __all__ = [
     "hyperparameters",
     "to_bfloat16_half_up",
     "round_master_",
+    "average_",
+    "exchange_",
     "absorb_edits_",
     "HALF_DTYPES",
     "in_memory_order",

@@ -252,6 +252,7 @@ class Contents:
             groups=[_group(group, number) for number, group in enumerate(groups)],
             states={name: its for name, its in states.items() if its},
             scalars={name: encode(its, f"the state of {name!r}") for name, its in scalars.items() if its is not None},
+            ema=None if optimizer.states.averages is None else optimizer.states.averages.counts(),
             loss_scale=None if scale is None else encode(scale, "the loss scale"),
         )
 

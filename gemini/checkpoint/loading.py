@@ -39,6 +39,7 @@ from gemini.errors import CheckpointError
 from gemini.log import get_dist_logger
 from gemini.memory.transfer import Region
 from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.averages import AVERAGE
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.optimizer.state_dict import CheckedState, check_optimizer_state, load_optimizer_state, numbers_of
 from gemini.placement.demand import Tier
@@ -385,6 +386,7 @@ class _Load:
             raise CheckpointError(
                 f"{self._source.folder} was saved without an optimizer: load it with weights_only=True"
             )
+        optimizer.refuse_exchanged("load_checkpoint()")
         optimizer.follow_param_groups()  # the groups that are shown are those that the files are compared with
         chunk_optimizer = optimizer.chunk_optimizer
         if chunk_optimizer.scaling.active is not None and (scale := decode(fact.loss_scale)) is not None:
@@ -402,6 +404,8 @@ class _Load:
         if chunk_optimizer.scaling.active is not None and (scale := decode(fact.loss_scale)) is not None:
             chunk_optimizer.scaling.active.load_state_dict(scale)
         chunk_optimizer.count_from(fact.num_steps)
+        if chunk_optimizer.states.averages is not None:
+            chunk_optimizer.states.averages.count_from(fact.ema)
 
     def _state_dict(self, optimizer: ShardedOptimizer, fact: OptimizerFact) -> dict[str, Any]:
         """The optimizer's state as torch has it, with tensors on the device meta for those in the files."""
@@ -441,7 +445,8 @@ class _Load:
             }
             for group, theirs in zip(optimizer.param_groups, groups, strict=True)
         ]
-        return {"state": state, "param_groups": packed, "masters": masters}
+        averages = {} if fact.ema is None else {AVERAGE: fact.ema}
+        return {"state": state, "param_groups": packed, "masters": masters, **averages}
 
     def _dtype(self, name: str, state: str) -> torch.dtype:
         stored = self._source.tensors.get(state_key(name, state))

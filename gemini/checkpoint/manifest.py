@@ -76,6 +76,7 @@ class OptimizerFact(_ManifestPart):
     states: dict[str, list[str]]  # by parameter: the states that have tensors
     scalars: dict[str, Any]  # by parameter: the others, such as its number of steps
     loss_scale: Any = None
+    ema: dict[str, int] | None = None  # the numbers of steps and of averagings, where weights are averaged
 
 
 class GradientFact(_ManifestPart):

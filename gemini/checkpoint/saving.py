@@ -110,6 +110,8 @@ def save_checkpoint(
     manager = model.chunk_manager
     communicator = manager.communicator
     manager.step.check_idle("save_checkpoint()")
+    if optimizer is not None:
+        optimizer.refuse_exchanged("save_checkpoint() with the optimizer")
     with torch.no_grad():
         # Two saves at once would share the disk, and the second might remove what the first one writes.
         failure = manager.background.finish()

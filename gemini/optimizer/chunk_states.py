@@ -19,6 +19,7 @@ from gemini.memory.arena import HostTier
 from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Tickets, wait_on_tier
 from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.averages import AVERAGE, Averages
 from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate, ShardView, runs_of
 from gemini.placement.demand import Kind, StateHome, Tier, update_tier
@@ -61,12 +62,14 @@ class ChunkOptimizerState:
     num_updates: int = 0  # with `edits`, it tells which copies that users have read are stale
     edits: Counter[tuple[int, str]] = field(default_factory=Counter)  # by position and name; "": of all names
     made: list[tuple[str, ...]] = field(init=False)  # by position: names of flat states that updates have created
+    lacks_average: list[bool] = field(init=False)  # by position: the parameter's average has not begun yet
 
     def __post_init__(self) -> None:
         self.dtype = torch.float64 if self.chunk.dtype is torch.float64 else torch.float32
         self.update_tier = update_tier(self.tier)
         self.scalars = [None for _ in self.groups]
         self.made = [() for _ in self.groups]
+        self.lacks_average = [True for _ in self.groups]
         # The runs of the last step, and what they were derived from.
         self._runs: list[Run] = []
         self._runs_are_of: tuple[Any, ...] = ()
@@ -149,7 +152,7 @@ class ChunkOptimizerState:
         wait_on_tier(self.all_flats())
         position = managed.position
         self.note_edit(position)
-        self.scalars[position], self.made[position] = None, ()
+        self.scalars[position], self.made[position], self.lacks_average[position] = None, (), True
         # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other
         # parameters.
         for flat in self.flats.values():
@@ -168,13 +171,35 @@ class ChunkOptimizerState:
         """A value that is equal as long as nothing has changed this state or scalar."""
         return id(self), self.num_updates, self.edits[position, ""], self.edits[position, name]
 
+    def note_exchange(self) -> None:
+        """The averages and the weights have changed places."""
+        self.num_updates += 1
+
     def regroup(self, groups: Sequence[int | None]) -> None:
         """The parameters are in these param groups now, by position."""
         self.groups[:] = groups
 
     def names(self, position: int) -> tuple[str, ...]:
         """The flat states of a parameter. Adam's exist from the start, a torch optimizer's once it has created them."""
-        return tuple(self.flats) if self.counts_steps else self.made[position]
+        has_average = AVERAGE in self.flats and not self.lacks_average[position]
+        return (*self._names_of_update(position), AVERAGE) if has_average else self._names_of_update(position)
+
+    def _names_of_update(self, position: int) -> tuple[str, ...]:
+        if not self.counts_steps:
+            return self.made[position]
+        if AVERAGE not in self.flats:
+            return tuple(self.flats)
+        return tuple(name for name in self.flats if name != AVERAGE)
+
+    def without_average(self) -> list[tuple[int, int]]:
+        """(first element, number) of the parts of parameters whose average has not begun."""
+        lacking = [each for each in self.chunk.parameters if self.lacks_average[each.position]]
+        return [(piece.shard_start, piece.numel) for each in lacking for piece in each.pieces]
+
+    def note_average(self, position: int | None = None) -> None:
+        """The average of a parameter has begun; None: that of all."""
+        for each in range(len(self.lacks_average)) if position is None else (position,):
+            self.lacks_average[each] = False
 
     def runs(self, steps: bytes) -> list[Run]:
         """The fewest runs of elements that are updated now and share group and scalars. Runs span paddings.
@@ -215,12 +240,12 @@ class ChunkOptimizerState:
         """The update of one run. weights: of the whole chunk; None for a run without elements."""
         # Parameters of one run have equal scalars and states, so the first one stands for all of them.
         scalars, part = self.scalars[run.positions[0]], slice(run.start, run.start + run.numel)
-        names = self.names(run.positions[0])
+        names = self._names_of_update(run.positions[0])
         flats = self.flats if weights is None or not weights.staged_states else weights.staged_states
         flat = {name: flats[name][part] for name in names if name in flats}
         # States that these parameters lack and that have memory already: if the update creates one, its values go
         # there.
-        room = {name: each[part] for name, each in flats.items() if name not in names}
+        room = {name: each[part] for name, each in flats.items() if name not in names and name != AVERAGE}
         # The scalars are copied, because a parameter that this step passes over may share the dict, and its step count
         # must not grow.
         its = dict(scalars or {})
@@ -296,9 +321,11 @@ class ChunkStates:
         update: ElementwiseUpdate,
         param_groups: list[dict[str, Any]],
         group_of: Mapping[int, int],
+        averages: Averages | None = None,
     ) -> None:
         """group_of: the param group of each parameter in a group, by parameter index."""
         self._params = params
+        self.averages = averages
         self._update = update
         self._param_groups = param_groups
         self._group_of = dict(group_of)
@@ -464,7 +491,8 @@ class ChunkStates:
         number, groups = self._group_of[managed.index], groups or self._param_groups
         # Loaded hyperparameters decide which states an entry has: one of torch's Adam with `amsgrad=True` has a third
         # one.
-        return self._update.entry_names({**self._param_groups[number], **groups[number]})
+        names = self._update.entry_names({**self._param_groups[number], **groups[number]})
+        return names if self.averages is None else names.with_flat(AVERAGE)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError, or what a torch optimizer raises, for bad hyperparameters: by an update of no elements."""
@@ -533,6 +561,8 @@ class ChunkStates:
         # of allocations.
         groups = sorted({number for number in state.groups if number is not None})
         names = {name: None for number in groups for name in self._names_in(number)}  # in order
+        if self.averages is not None:
+            names[AVERAGE] = None
         return [name for name in names if name not in state.flats]
 
     def _names_in(self, number: int) -> tuple[str, ...]:

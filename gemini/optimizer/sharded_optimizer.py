@@ -16,6 +16,7 @@ from gemini.errors import GeminiError, UnsupportedError
 from gemini.memory.modes import methods_never_traced
 from gemini.model.operators import original_of
 from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.averages import AVERAGE, AveragedWeights, Averages, Ema, checked_ema
 from gemini.optimizer.chunk_states import ChunkStates, making_optimizer, take_states
 from gemini.optimizer.elementwise import resolve_update
 from gemini.optimizer.given import ShownGroups, drop_states, refuse_taken, take_over
@@ -155,6 +156,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             independently of all others, or the result depends on how parameters are cut into chunks.
         gpu_margin_mem_ratio: with the policy "auto", the fraction that masters and optimizer state may take of what
             parameters, gradients and slots leave of the device's budget. None: as in the model's settings.
+        ema: the decay of an exponential moving average of the weights, such as 0.999, or an `Ema` with more settings;
+            None: there is none. See `optimizer.ema`. It takes as much memory as the masters, 4 bytes a parameter over
+            all ranks, and rests where the moments do.
 
     Raises TypeError or ValueError for arguments that are not valid, UnsupportedError for an optimizer that is not known
     to work element by element, has stepped before, or is the model's second, and BudgetError if its state does not fit.
@@ -180,6 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         clip_grad_norm: float | None = None,
         elementwise: bool = False,
         gpu_margin_mem_ratio: float | None = None,
+        ema: float | Ema | None = None,
         **unknown: Any,
     ) -> None:
         self.model = model = checked_model(model)
@@ -196,19 +201,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise UnsupportedError(SCALES_LOSSES)
             settings = settings_with(optimizer, gpu_margin_mem_ratio, model)
             update = resolve_update(optimizer, elementwise)
+            ema = checked_ema(ema)
             max_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
             if max_norm is not None:
                 refuse_clipping(model, f"clip_grad_norm={max_norm:g}")
             # Not the folder: ranks may have folders of other names.
             words = f"{MARGIN}={settings.gpu_margin_mem_ratio}", f"{ON_DISK[0]}={settings.disk_fraction:g}"
-            group_of = agreed_groups(manager.step, optimizer, words)
+            group_of = agreed_groups(manager.step, optimizer, words if ema is None else (*words, f"{ema}"))
             model.trainability.change_settings(settings, ", ".join(words))
             drop_states(optimizer)
             self.shown_groups = ShownGroups()
             super().__init__(optimizer.param_groups, optimizer.defaults)
             # What is in force, until a step has seen what the script makes of the groups that are shown.
             in_force = [*self.param_groups]
-            self._chunk_states = ChunkStates(manager.params, update, in_force, group_of)
+            self._averages = None if ema is None else Averages(ema)
+            self._chunk_states = ChunkStates(manager.params, update, in_force, group_of, self._averages)
             self._state_view = StateView(model, self._chunk_states)
             self._scaling = Scaling(manager.grads, self._chunk_states, scale)
             prepare(manager.memory.device.device)
@@ -218,6 +225,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._groups = ParamGroups(model, self._chunk_states, self.shown_groups, in_force)
             how = self._chunk_states, update, in_force, self._scaling, self._next, max_norm, self._groups
             self._optimizer_step = OptimizerStep(model, *how)
+            self._ema = None
+            if self._averages is not None:
+                self._ema = AveragedWeights(self._averages, self._optimizer_step.exchange_averages)
             manager.attach(self._next)
             take_over(optimizer, self)
 
@@ -275,6 +285,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._optimizer_step.grad_norm
 
     @property
+    def ema(self) -> AveragedWeights | None:
+        """The exponential moving average of the weights; None without the argument `ema`."""
+        return self._ema
+
+    @property
     def last_step(self) -> StepReport | None:
         """The outcome of the last step; None before the first one."""
         return self._optimizer_step.last
@@ -292,6 +307,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         checked = check_clipping(max_norm, norm_type)
         self._check_between_steps("clip_grad_norm_()")
+        self.refuse_exchanged("clip_grad_norm_()")
         return self._optimizer_step.request_clip(checked, norm_type)
 
     @torch.no_grad()
@@ -312,6 +328,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_between_steps("step()")
+        if self._averages is not None:
+            self._averages.refuse_exchanged("optimizer.step()")
         self._next.before_step()
         self.model.check_parameters()
         with self._manager.step.publishing():
@@ -336,6 +354,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._manager.grads.end_step(Becomes.of(set_to_none), self._groups.ungrouped())
             self._next.reset_clipping()
 
+    def refuse_exchanged(self, what: str) -> None:
+        """Raises GeminiError inside `optimizer.ema.weights()`. what: is called. Local."""
+        if self._averages is not None:
+            self._averages.refuse_exchanged(what)
+
     def _check_between_steps(self, what: str) -> None:
         if self.is_closed:
             raise GeminiError(f"{what} of an optimizer that was closed: use the model's present one")
@@ -347,15 +370,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """The state in torch.optim's format, whole, in host memory. Collective.
 
-        Beside "state" and "param_groups" it has "masters", the fp32 weights by parameter number, and "loss_scale".
+        Beside "state" and "param_groups" it has "masters", the fp32 weights by parameter number, and "loss_scale". With
+        `ema` the entries of "state" have an "ema", and "ema" at the top has the numbers of steps and averagings.
 
         Args:
             rank0_only: True leaves the dict empty on all ranks but rank 0, and saves their host memory.
 
         Raises GeminiError inside a forward or backward.
         """
+        self.refuse_exchanged("optimizer.state_dict()")
         with self._manager.step.publishing():
             state = whole_optimizer_state(self.model, self._chunk_states, self.param_groups, rank0_only)
+        if state and self._averages is not None:
+            state[AVERAGE] = self._averages.counts()
         if state and self._scaling.active is not None:
             state["loss_scale"] = self._scaling.active.state_dict()
         return state
@@ -366,6 +393,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises ValueError, KeyError or TypeError, which names the entry that is wrong; nothing has changed then.
         """
+        self.refuse_exchanged("optimizer.load_state_dict()")
         with self._manager.step.publishing():
             scale = self._scaling.active
             if scale is not None and "loss_scale" in state_dict:
@@ -374,6 +402,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._optimizer_step.follow_groups()
             checked = check_optimizer_state(self.model, self._chunk_states, self.param_groups, state_dict)
             load_optimizer_state(self.model, self._chunk_states, self.param_groups, checked)
+            if self._averages is not None:
+                self._averages.count_from(state_dict.get(AVERAGE))
             if scale is not None and "loss_scale" in state_dict:
                 scale.load_state_dict(state_dict["loss_scale"])
 
@@ -388,6 +418,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises ValueError for a parameter that is not frozen or not this model's, and GeminiError between backward and
         step; nothing has changed then.
         """
+        self.refuse_exchanged("discard_state()")
         step, trainability = self._manager.step, self.model.trainability
         step.check_idle("discard_state()")
         with step.publishing(), torch.inference_mode(False), torch.no_grad():
@@ -404,6 +435,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         # Without an edit nothing moves, also where a backward has updated weights and its step is still to come.
         has_edits = self._optimizer_step.has_edited_groups
+        self.refuse_exchanged("follow_param_groups()")
         self._manager.step.check_idle("follow_param_groups()", after_updates=not has_edits)
         with self._manager.step.publishing():
             self._optimizer_step.follow_groups()
@@ -420,6 +452,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         step = self._manager.step
+        self.refuse_exchanged("add_param_group()")
         step.check_idle("add_param_group()")
         with step.publishing():
             super().add_param_group(param_group)
@@ -436,6 +469,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self.is_closed:
             return
+        self.refuse_exchanged("optimizer.close()")
         self._manager.step.check_idle("close()")
         with self._manager.step.publishing():
             self._manager.grads.discard_all()

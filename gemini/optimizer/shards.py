@@ -18,7 +18,16 @@ from gemini.placement.needs import round_to_alignment
 from gemini.placement.policy import RING
 from gemini.runtime.chunk import Chunk
 from gemini.runtime.grads import GradStore
-from optim import AdamPiece, AdamScalars, Spans, join_master_, round_master_, split_master_
+from optim import (
+    AdamPiece,
+    AdamScalars,
+    Spans,
+    average_,
+    exchange_,
+    join_master_,
+    round_master_,
+    split_master_,
+)
 
 # -- Memory that an update needs beside the homes: what rests on one tier is staged on the other, where the update runs.
 #
@@ -184,6 +193,24 @@ class Segment(NamedTuple):
         if self.half is not None:
             round_master_(self.half, part)
 
+    def average(self, average: Tensor, flat: Tensor | None, share: float, start: int, end: int) -> None:
+        """Average elements [start, end). average: (optim_numel,). flat: the weights, if they are there and not here."""
+        first, last = max(start, self.start), min(end, self.start + self.weight.numel())
+        if first >= last:
+            return
+        own = slice(first - self.start, last - self.start)
+        if flat is not None:
+            average_(average[first:last], flat[first:last], None, share)
+        else:
+            remainder = None if self.remainder is None else self.remainder[own]
+            average_(average[first:last], self.weight[own], remainder, share)
+
+    def exchange(self, average: Tensor) -> None:
+        """Exchange the weights and their elements of `average`, (optim_numel,)."""
+        exchange_(average[self.start : self.start + self.weight.numel()], self.weight, self.remainder)
+        if self.half is not None:
+            round_master_(self.half, self.weight)
+
     def piece(
         self, start: int, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, spans: Spans | None
     ) -> AdamPiece | None:
@@ -219,11 +246,13 @@ class ShardView:
         staging: Staging,
         tier: Tier,
         turn: str,
+        writes: bool = True,
     ) -> None:
         """homes: of weights and master. states: the flat states that rest on another tier than `tier`, by name.
 
-        turn: which of the buffers of each name it stages to, see `TURNS`.
+        turn: which of the buffers of each name it stages to, see `TURNS`. writes: the weights change.
         """
+        self._writes = writes
         self._chunk = chunk
         self._turn = turn
         self._transfer = transfer
@@ -301,11 +330,25 @@ class ShardView:
                     segment.join(self._flat)
         return self._flat
 
+    def average(self, average: Tensor, share: float, parts: Sequence[tuple[int, int]] | None = None) -> None:
+        """Move `average`, (optim_numel,) on the tier, by `share` of the way to the weights.
+
+        parts: (first element, number) of those that are moved. None: all.
+        """
+        for start, numel in [(0, self._chunk.optim_numel)] if parts is None else parts:
+            for segment in self.segments():
+                segment.average(average, self._flat, share, start, start + numel)
+
+    def exchange(self, average: Tensor) -> None:
+        """Exchange weights and averages, (optim_numel,) on the tier."""
+        for segment in self.segments():
+            segment.exchange(average)
+
     def close(self, complete: bool) -> None:
         """Bring updated weights back to the homes. complete: all elements were updated."""
         # After a complete update by our kernels the 16-bit copy is up to date. Otherwise round it here.
         # In a lent home the copy of elements that the update passed over still holds their gradient.
-        if self._flat is not None or not complete:
+        if self._writes and (self._flat is not None or not complete):
             for segment in self.segments():
                 segment.write_back(self._flat)
         # These copies come after `write_back`, which writes to staged memory where there is some.
@@ -328,7 +371,8 @@ class ShardView:
         # Staged parts lie at their offsets in the optimizer's flat tensors, which differ from those in a whole home.
         on_tier = [(start, staged[start : start + part.numel]) for start, part in parts]
         for (_, home), (_, region) in zip(parts, on_tier, strict=True):
-            self._staged.append((home, region))
+            if self._writes:
+                self._staged.append((home, region))
             if reads:
                 self._transfer.copy(region, home)
         return on_tier
@@ -420,6 +464,10 @@ class EntryNames(NamedTuple):
     needed: tuple[str, ...]  # without one of these an update would fail, or continue from zeros
     flat: tuple[str, ...]  # per-element states: tensors of the parameter's shape
     known: tuple[str, ...] | None  # any other key is of another optimizer; None: this optimizer's keys are not known
+
+    def with_flat(self, name: str) -> EntryNames:
+        """These, with one more per-element state, which an entry may lack."""
+        return self._replace(flat=(*self.flat, name), known=None if self.known is None else (*self.known, name))
 
 
 def spans_of(chunk: Chunk, positions: Sequence[int]) -> list[tuple[int, int, tuple[int, ...]]]:

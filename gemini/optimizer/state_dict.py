@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from gemini.access.link import link_of
 from gemini.access.states import FlatAccess, FullPrecisionAccess, States
+from gemini.log import warn_at_script
 from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.averages import AVERAGE
 from gemini.optimizer.chunk_states import ChunkOptimizerState, ChunkStates
 from gemini.optimizer.elementwise import state_in_words
 from gemini.optimizer.shards import EntryNames
@@ -341,6 +343,8 @@ def check_optimizer_state(
     """
     by_number = {number: model.chunk_manager.parameters[index] for index, number in numbers_of(groups).items()}
     saved = _numbered(saved)
+    if states.averages is None:
+        saved = _without_averages(saved)
     names_of = _names_by_group(states, saved.get("param_groups", ()))
     check_state(groups, saved, by_number, names_of)
     settings = [_hyperparameters_for(*pair) for pair in zip(groups, saved["param_groups"], strict=True)]
@@ -389,6 +393,18 @@ def load_optimizer_state(
                 load_entry(parts, its_state, managed, saved["state"].get(number), names_of(managed), values)
             if number in masters:
                 _load_master(parts, managed, masters[number], values)
+
+
+def _without_averages(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict without the averages of an optimizer that had `ema`, with a warning where it has some."""
+    if AVERAGE not in saved:
+        return saved
+    warn_at_script("the state dict has averages of the weights, and this optimizer was made without ema: they are lost")
+    state = {
+        number: {name: value for name, value in entry.items() if name != AVERAGE}
+        for number, entry in saved["state"].items()
+    }
+    return {**saved, "state": state}
 
 
 def _wanted(
@@ -483,7 +499,10 @@ def load_entry(
             if name not in chunk_state.flats:
                 chunk_state.allocate([name], states.step.params)
             values.fill_state(states.of_optimizer(managed.chunk, name), managed, name, value)
-            chunk_state.note_made(position, [name])
+            if name == AVERAGE:
+                chunk_state.note_average(position)
+            else:
+                chunk_state.note_made(position, [name])
         else:
             scalars[name] = unscalar(name, value, chunk_state)
 

@@ -492,7 +492,8 @@ class OptimizerStep:
         defers = model.settings.defers_update
         step = manager.step
         parts = step.params, step.grads, step.failures
-        self._updates = ChunkUpdates(*parts, states.by_chunk, update, param_groups, defers)
+        self._averages = states.averages
+        self._updates = ChunkUpdates(*parts, states.by_chunk, update, param_groups, defers, states.averages)
         self._transfer, self._work = manager.memory.transfer, manager.memory.work
         self._in_backward = None
         if model.settings.frees_gradients(manager.communicator.world_size):
@@ -561,6 +562,22 @@ class OptimizerStep:
             norm = self._true_norm(summary)
             self.grad_norm = grad_norm.fill_(norm)
             self._update_all(resting, summary, norm, max_norm)
+
+    def exchange_averages(self, what: str) -> None:
+        """Have the weights' averages in their place, or the weights again. what: is called. Collective.
+
+        Raises GeminiError inside a forward or backward, and nothing has changed then.
+        """
+        step = self._manager.step
+        if step.failures.is_closed or self._averages is None:
+            return
+        step.check_idle(what)
+        with step.publishing():
+            self._updates.finish()
+            step.before_update()
+            self._updates.exchange_averages(step.payloads)
+            self._averages.note_exchange()
+            step.end_update()
 
     @property
     def has_edited_groups(self) -> bool:
@@ -636,6 +653,9 @@ class OptimizerStep:
                 factors = factors._replace(clip=clip_coefficient(norm, max_norm))
             with step.failures.tearing():
                 self._updates.update(left, factors, step.payloads)
+                if self._averages is not None:
+                    self._updates.average_idle(updated)
+                    self._averages.note_step()
                 states.note_step()
                 # Gradients that an update has used must not be there for another one.
                 step.grads.end_step(Becomes.USED, ungrouped)

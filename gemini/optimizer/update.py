@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +11,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gemini.errors import BudgetError, GeminiError, UnsupportedError, UpdatedInBackwardError
 from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, wait_on_stream, wait_on_tier
 from gemini.memory.work import WorkTicket
 from gemini.observe import Span
+from gemini.optimizer.averages import AVERAGE, Averages
 from gemini.optimizer.chunk_states import ChunkOptimizerState
 from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate
 from gemini.optimizer.given import GroupEdits
@@ -67,6 +69,27 @@ Due = Mapping[Chunk, tuple[bytes, Region | None]]
 """Chunks to update, with `ChunkUpdates.steps`, and their gradient where it rests; None where none has come."""
 
 
+@dataclass(frozen=True)
+class _Averaging:
+    """What happens to the averages of a chunk's weights beside its update."""
+
+    begins: list[tuple[int, int]]  # (first element, number): before the update these averages become the weights
+    share: float | None  # of the new weights, after the update; None: they are not averaged
+    exchanges: bool = False  # weights and averages change places
+
+    def before(self, average: Tensor, weights: ShardView) -> None:
+        """Called before the weights change. average: (optim_numel,) on the tier of the update."""
+        if self.begins:
+            weights.average(average, 1.0, self.begins)
+
+    def after(self, average: Tensor, weights: ShardView) -> None:
+        """Called when the weights have changed."""
+        if self.share is not None:
+            weights.average(average, self.share)
+        if self.exchanges:
+            weights.exchange(average)
+
+
 @dataclass(eq=False)
 class _ChunkUpdate:
     """The update of one chunk."""
@@ -80,11 +103,17 @@ class _ChunkUpdate:
     ticket: WorkTicket | None = None  # where a thread carries it out
     has_begun: bool = False  # the copies to the tier of the update were started
     on_tier: Region | None = None  # the gradient there, once it has begun
+    averaging: _Averaging | None = None
 
     def end(self, error: BaseException | None = None) -> None:
         """The thread has updated the chunk, or has failed to."""
         if self.ticket is not None:
             self.ticket.end(error)
+
+    def average(self, do: Callable[[_Averaging, Tensor, ShardView], None]) -> None:
+        """Do this to the averages, where there are some."""
+        if self.averaging is not None and self.weights is not None:
+            do(self.averaging, self.weights.staged_states.get(AVERAGE, self.state.flats[AVERAGE]), self.weights)
 
 
 class _GradientsOnHost:
@@ -142,8 +171,10 @@ class ChunkUpdates:
         update: ElementwiseUpdate,
         param_groups: list[dict[str, Any]],
         defers: bool,
+        averages: Averages | None = None,
     ) -> None:
         """defers: a thread updates chunks whose states are on the host, beside what follows the step."""
+        self._averages = averages
         self._params = params
         self._grads = grads
         self._failures = failures
@@ -180,15 +211,16 @@ class ChunkUpdates:
         needs: dict[tuple[Tier, str], int] = {}
         temporaries = 0  # on the device; the host has no bound that an allocation would find
         gathers_in_slot = False
-        for chunk, reduced in resting.items():
-            if reduced is None:
+        with_average = {} if self._averages is None else {state.chunk: None for state in self._states.values()}
+        for chunk, reduced in {**with_average, **resting}.items():
+            if reduced is None and self._averages is None:
                 continue
             state = self._states[chunk.index]
             tier = state.update_tier
             staged = staged_bytes(chunk, tier, loads=not self._update.is_fused)
             if state.tier is not tier:
                 staged |= dict.fromkeys(state.flats, state.num_flat_bytes)
-            if reduced.tier is not tier:
+            if reduced is not None and reduced.tier is not tier:
                 staged["gradient"] = reduced.nbytes
             for name, num_bytes in staged.items():
                 # Chunks are staged one after the other in the same pieces, so the largest need counts and not the sum.
@@ -217,6 +249,35 @@ class ChunkUpdates:
                 if each.state.chunk.is_updated_in_parts:
                     _all_gather_weights(payloads, each.state.chunk)
 
+    def average_idle(self, updated: Collection[Chunk]) -> None:
+        """Average the weights of the chunks that a step did not update: all but `updated`. Local."""
+        if self._averages is None or self._averages.share_to_come() is None:
+            return
+        idle = [state.chunk for state in self._states.values() if state.chunk not in updated]
+        for batch in self._batches([self._plan_idle(chunk, number) for number, chunk in enumerate(idle)]):
+            for each in batch:
+                each.average(_Averaging.after)
+                _close(each)
+
+    def exchange_averages(self, payloads: Payloads) -> None:
+        """Have the averages of the weights where the weights are, and these in their place. Collective."""
+        chunks = [state.chunk for state in self._states.values()]
+        with self.room(dict.fromkeys(chunks), payloads), self._failures.tearing(), torch.no_grad():
+            for chunk in chunks:
+                self._params.before_update(chunk)
+                # The weights cannot change in a home that holds their gradient.
+                if chunk.holds_grad:
+                    payloads.restore_parameters(chunk)
+            plans = [self._plan_idle(chunk, number, exchanges=True) for number, chunk in enumerate(chunks)]
+            for batch in self._batches(plans):
+                for each in batch:
+                    each.average(_Averaging.after)
+                    _close(each)
+                    each.state.note_exchange()
+                    self._params.after_update(each.state.chunk)
+                    if each.state.chunk.is_updated_in_parts:
+                        _all_gather_weights(payloads, each.state.chunk)
+
     def use(self, chunk: Chunk, steps: bytes, gradient: Region) -> None:
         """Update a chunk with a gradient that is (optim_numel,) on the device and is not needed any more. Local.
 
@@ -236,6 +297,8 @@ class ChunkUpdates:
 
         Raises what a step would refuse, and why an update of the last step has failed.
         """
+        if self._averages is not None:
+            self._averages.refuse_exchanged("a backward with update_in_backward=True")
         self.finish()
         self.refuse_bad_hyperparameters()
         chunks: Due = {state.chunk: (b"", None) for state in self._states.values() if state.chunk.trainable}
@@ -293,6 +356,8 @@ class ChunkUpdates:
                         update.launch([run for each in batch for run in each.runs])
                         for each in batch:
                             at = each.state.chunk
+                            if each.averaging is not None:
+                                each.average(_Averaging.after)
                             _close(each)
                             each.end()
                         self._tell(batch, begin_s)
@@ -322,17 +387,26 @@ class ChunkUpdates:
         gradient: Region | None,
         number: int,
         ticket: WorkTicket | None = None,
+        exchanges: bool = False,
     ) -> _ChunkUpdate:
-        """What to update of a chunk, and where it is. number: of the chunk, for its turn. Nothing moves yet."""
+        """What to update of a chunk, and where it is. number: of the chunk, for its turn. Nothing moves yet.
+
+        exchanges: weights and averages change places.
+        """
         state = self._states[chunk.index]
         runs = state.runs(steps)
+        averaging = None if self._averages is None else self._averaging_of(state, self._averages, exchanges)
+        has_elements = bool(sum([run.numel for run in runs]))
         # All updated parameters are in other ranks' shards. Count their steps here too.
-        if not sum([run.numel for run in runs]):
+        if not has_elements and averaging is None:
             return _ChunkUpdate(state, None, None, None, [state.start(run) for run in runs])
         moments, homes = None, chunk.homes
-        assert gradient is not None, "a parameter with a gradient has it at rest"
+        assert gradient is not None or not has_elements, "a parameter with a gradient has it at rest"
+        # Without elements the gradient, if there is one, is of parameters that this update passes over.
+        gradient = gradient if has_elements else None
         if ticket is not None:
-            gradient, moments = ticket.hand_over(gradient), ticket.hand_over(state.all_flats())
+            gradient = None if gradient is None else ticket.hand_over(gradient)
+            moments = ticket.hand_over(state.all_flats())
             homes = {kind: ticket.hand_over(homes[kind]) for kind in (Kind.PARAM, Kind.MASTER) if kind in homes}
         turns = TURNS[state.tier]
         turn = turns[number % len(turns)]
@@ -343,9 +417,20 @@ class ChunkUpdates:
                 self._memory.disk.refuse_if_ended()
             tickets = (moments or state.all_flats()).tickets
             elsewhere = {name: Region(state.tier, flat, tickets) for name, flat in state.flats.items()}
-        view = ShardView(chunk, homes, elsewhere, self._transfer, self._staging, state.update_tier, turn)
+        where = self._transfer, self._staging, state.update_tier, turn
+        view = ShardView(chunk, homes, elsewhere, *where, writes=has_elements or exchanges)
         updates = [state.start(run, view) if run.numel else state.start(run) for run in runs]
-        return _ChunkUpdate(state, view, gradient, moments, updates, turn, ticket)
+        return _ChunkUpdate(state, view, gradient, moments, updates, turn, ticket, averaging=averaging)
+
+    def _plan_idle(self, chunk: Chunk, number: int, exchanges: bool = False) -> _ChunkUpdate:
+        """As `_plan`, for a chunk none of whose parameters is updated."""
+        return self._plan(chunk, bytes(len(chunk.parameters)), None, number, exchanges=exchanges)
+
+    @staticmethod
+    def _averaging_of(state: ChunkOptimizerState, averages: Averages, exchanges: bool) -> _Averaging:
+        begins = state.without_average()
+        state.note_average()
+        return _Averaging(begins, None if exchanges else averages.share_to_come(), exchanges)
 
     def _batches(self, updates: Sequence[_ChunkUpdate], most: int = BATCH_NUMEL) -> Iterator[list[_ChunkUpdate]]:
         """Bring chunks to the tiers of their updates, and yield those that are launched together.
@@ -372,14 +457,14 @@ class ChunkUpdates:
         """Start the copies of what rests on another tier."""
         update.has_begun, update.on_tier = True, update.gradient
         state, view, reduced = update.state, update.weights, update.gradient
-        if view is None or reduced is None:
+        if view is None:
             return
         # The states are about to be written: whoever reads them in the background has to be done.
         if update.moments is not None or state.tickets.reads:
             wait_on_tier(update.moments or state.all_flats())
         view.stage()
         tier = state.update_tier
-        if reduced.tier is not tier:
+        if reduced is not None and reduced.tier is not tier:
             staged = self._staging.buffer(tier, "gradient" + update.turn, reduced.numel, reduced.dtype)
             # An earlier chunk's copy may still read the buffer: `copy` starts behind the tickets of both regions.
             self._transfer.copy(staged, reduced)
@@ -388,12 +473,14 @@ class ChunkUpdates:
     def _prepare(self, update: _ChunkUpdate) -> bool:
         """Have everything on the tier. Returns whether the chunk's batch must end with it."""
         view, gradient = update.weights, update.on_tier
-        if view is None or gradient is None:
+        if view is None:
             return False
         view.segments(gradient)
+        if update.averaging is not None:
+            update.average(_Averaging.before)
         for each in update.runs:
             run = each.run
-            if run.numel:
+            if run.numel and gradient is not None:
                 each.grad = gradient.flat[run.start : run.start + run.numel]
         # A torch optimizer updates one chunk at a time: its call of `ShardView.load` may stage weights, which is not
         # known yet here.
@@ -406,6 +493,8 @@ class ChunkUpdates:
         for each in batch:
             # A torch optimizer's new states get memory in here.
             self._note_updated(each)
+            if each.averaging is not None:
+                each.average(_Averaging.after)
             _close(each)
         self._tell(batch, begin_s)
 
@@ -422,7 +511,7 @@ class ChunkUpdates:
         """The chunk has new weights, or whoever asks for them waits for them."""
         state, homes = update.state, self._grads.homes
         state.store_updates(update.runs, self._params)
-        if update.weights is not None:
+        if update.gradient is not None:
             # The gradient is used up: a home that was lent to it takes the new weights in `close`.
             homes.consumed(state.chunk.index)
         # If this rank had nothing to update, the chunk's home may still hold the gradient.

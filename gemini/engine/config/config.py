@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 
 from gemini.engine.config.key import SCHEDULES, Number, Setting, Whole, dtype_named
 from gemini.engine.config.read import nearest, problems_of
+from gemini.optimizer.averages import Ema, checked_ema
 from gemini.optimizer.elementwise import TESTED
 from gemini.optimizer.step import LossScale
 from gemini.placement.policy import PlacementPolicy
@@ -382,6 +383,8 @@ class Config(_ConfigPart):
     """`type` and `params`; moves once per optimizer step. None: the learning rate stays, or a scheduler is given."""
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Global L2 norm over all ranks that gradients are clipped to. None: no clipping."""
+    ema: Annotated[Ema | None, BeforeValidator(checked_ema)] = None
+    """Decay of an exponential moving average of the weights, as 0.999, or a table of `Ema`. None: there is none."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """Dynamic loss scaling, which begins where trainable weights are fp16."""
     elementwise: bool = False
@@ -452,7 +455,7 @@ class Config(_ConfigPart):
     def optimizer_options(self) -> dict[str, Any]:
         """Keyword arguments for `ShardedOptimizer`."""
         # `gpu_margin_mem_ratio` is not here: without it the optimizer follows the model's settings, which have it.
-        options = {"clip_grad_norm": self.clip_grad_norm, "elementwise": self.elementwise}
+        options = {"clip_grad_norm": self.clip_grad_norm, "elementwise": self.elementwise, "ema": self.ema}
         return {**self.loss_scale.model_dump(), **options}
 
     def batch_sizes(self, world_size: int | None) -> BatchSizes:
