@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gemini.engine.config import Config
-from gemini.engine.initialize import Source, agreed_config
+from gemini.engine.initialize import Source, agreed_config, say_model
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.shared import (
     ending_together,
@@ -253,7 +253,7 @@ class Accelerator(accelerate.Accelerator):
         # `_take_accumulation` has put the config's number there, if it has one.
         settings = replace(self.gemini.settings(), gradient_accumulation_steps=self.gradient_accumulation_steps)
         sharded_model = ShardedModel(model, settings=settings, device=device, dtype=self._weights)
-        self._say(sharded_model.plan.explain().splitlines())
+        say_model(sharded_model)
         return sharded_model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:

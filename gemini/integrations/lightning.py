@@ -30,7 +30,7 @@ from gemini.access.link import Link
 from gemini.access.parameter_link import any_link_of
 from gemini.building.zero_init import ZeroInitContext
 from gemini.engine.config import Config, load_config
-from gemini.engine.initialize import Source, agreed_config
+from gemini.engine.initialize import Source, agreed_config, say_model
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.shared import (
     ending_together,
@@ -41,7 +41,6 @@ from gemini.integrations.shared import (
     without_effect,
 )
 from gemini.launch import launched_config
-from gemini.log import get_dist_logger
 from gemini.model.operators import cast_tensors
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
@@ -332,8 +331,7 @@ class GeminiStrategy(DDPStrategy):
         if window is not None:
             settings = replace(settings, gradient_accumulation_steps=window)
         self._sharded = ShardedModel(module, settings=settings, device=device, dtype=weights)
-        lines = self._sharded.plan.explain().splitlines()
-        get_dist_logger().info("\n".join(["", *lines, *without_effect(config)]), ranks=[0])
+        say_model(self._sharded, without_effect(config))
         return self._sharded
 
     def _shard(self, optimizer: Optimizer) -> Optimizer:

@@ -27,7 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gemini.engine.config import Config
 from gemini.engine.config.config import SETTINGS, OptimizerConfig
-from gemini.engine.initialize import Source, agreed_config, scheduler_of
+from gemini.engine.initialize import Source, agreed_config, say_model, scheduler_of
 from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.shared import (
@@ -39,7 +39,6 @@ from gemini.integrations.shared import (
     save_shards,
 )
 from gemini.launch import launched_config
-from gemini.log import get_dist_logger
 from gemini.model.plain import GatheredParameters
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer, refuse_clipping
@@ -495,7 +494,7 @@ class ShardedTraining(_Trainer):
             if self.args.torch_compile:
                 self._sharded.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
             lines = [f"without effect: {key}: {instead}" for key, instead in without_effect(self.sharding)]
-            get_dist_logger().info("\n".join(["", self._sharded.plan.explain(), *lines]), ranks=[0])
+            say_model(self._sharded, lines)
         return self._sharded
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
