@@ -20,6 +20,7 @@ from benchmarks.llama import SIZES, build
 from benchmarks.measured_bytes import storage_bytes
 from benchmarks.modelled_time import measured_and_modelled
 from benchmarks.rounds import Spread, StepTime, paired_ratio, slowest_rank, turn
+from benchmarks.step_profile import TIMED
 from benchmarks.streams import Mode, Stream, read_stream, update_streams
 from gemini.model.workload import most_activations
 from optim import cpu_adam
@@ -101,11 +102,16 @@ def test_tiny_operators_are_timed_beside_plain_pytorch() -> None:
     assert "ours / plain" in done.stdout, done.stderr
 
 
+def test_methods_that_the_profile_of_a_step_times_exist() -> None:
+    gone = [f"{kind.__name__}.{name}" for kind, names in TIMED.items() for name in names if not hasattr(kind, name)]
+    assert gone == []
+
+
 @pytest.mark.soak
 def test_the_profile_of_a_step_names_calls() -> None:
     done = run("benchmarks.step_profile", "--tiny")
     assert done.returncode == 0, done.stderr
-    for word in ("plain, alone", "start_all_gather", "_finish", "fetch_ahead"):
+    for word in ("plain, alone", "Collectives.start_all_gather", "Payloads.fetch_ahead", "Arrivals.add"):
         assert word in done.stdout, word
 
 
