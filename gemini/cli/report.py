@@ -22,7 +22,7 @@ from gemini.memory.modes import uncollected
 from gemini.model.estimate import num_parameters_of, packed_of
 from gemini.model.workload import blocks_of, gradient_bytes, workload_of
 from gemini.placement.budget import ACTIVATION_FRACTION, LESS_FOR_ACTIVATIONS, Budget, FreeBytes
-from gemini.placement.cost import ModelledStep, MovedBytes, modelled_step, moves_of
+from gemini.placement.cost import KERNELS, ModelledStep, MovedBytes, modelled_step, moves_of
 from gemini.placement.demand import OPTIM_STATES, Dtype, Tier
 from gemini.placement.machines import MACHINES, Rates
 from gemini.placement.plan import Plan
@@ -206,6 +206,8 @@ class _Answering:
                 question.dtype.name,
                 rates,
                 question.cluster.ranks,
+                kept_bytes=self._kept_bytes(),
+                defers=question.settings.deferred_update is not False and not question.cluster.is_emulated,
             )
         except ValueError as error:
             # The rates have none for the dtype of the products, such as float64: the plan is an answer all the same.
@@ -219,6 +221,12 @@ class _Answering:
         if rates.collective_s == 0 and question.cluster.ranks.count > 1:
             notes.append("Launches of collectives are not in the modelled time: these rates have none.")
         return step
+
+    def _kept_bytes(self) -> int:
+        """Activations that all micro-batches keep without checkpointing. 0: the formulas do not cover the model."""
+        batch, work = self._question.batch, self._question.workload
+        kept = work.activation_bytes(batch.tokens, is_checkpointed=False) if work.covers_activations else 0
+        return batch.micro_batches * kept
 
 
 def _more_on_the_device(question: Question, plan: Plan) -> Iterator[Remedy]:
@@ -331,6 +339,7 @@ def as_json(name: str, found: Answer, given: Options = ()) -> dict[str, Any]:
     if step is not None:
         shown["modelled"] = {
             "seconds_by_part": dict(step.parts),
+            "seconds": None if found.cluster.is_emulated else step.likely_seconds,
             "seconds_without_overlap": step.seconds,
             "seconds_with_all_overlap": step.least_seconds,
             "tokens_per_s_without_overlap": found.tokens / step.seconds,
@@ -472,6 +481,7 @@ def _show_step(found: Answer, console: Console) -> None:
     # The keys are those of `ModelledStep.parts`, which leaves out collectives where there is one rank.
     amounts = {
         "forward and backward": f"{step.flops / 1e12:,.4g} TFLOP",
+        KERNELS: in_words(int((step.parts.get(KERNELS) or 0) * rates.device_memory_bytes_per_s)),
         "host to device": in_words(moves.to_device_bytes),
         "device to host": in_words(moves.to_host_bytes),
         "gathers": f"{in_words(moves.gathered_bytes)} in {moves.num_gathers} launches",
@@ -492,16 +502,27 @@ def _show_step(found: Answer, console: Console) -> None:
         table.add_row(*cells[: len(columns)])
     console.print(table)
     slow, fast = found.tokens / step.seconds, found.tokens / step.least_seconds
+    likely = [] if found.cluster.is_emulated else [_likely(found, step)]
     ranks = found.cluster.ranks.count
     of = "" if ranks == 1 else f" on {count(ranks, 'rank')} together"
     lines = [
-        f"Modelled step: {step.seconds:.3g} s if nothing overlaps ({step.utilisation:.1%} model FLOP utilisation), "
-        f"{step.least_seconds:.3g} s if all hides behind what takes longest ({step.most_utilisation:.1%}).",
+        *likely,
+        f"{'Bounds' if likely else 'Modelled step'}: {step.seconds:.3g} s if nothing overlaps "
+        f"({step.utilisation:.1%} model FLOP utilisation), {step.least_seconds:.3g} s "
+        f"if all hides behind what takes longest ({step.most_utilisation:.1%}).",
         f"That is {slow:,.0f} to {fast:,.0f} tokens/s{of}.",
         f"Rates: {rates.source}.",
     ]
     for line in lines:
         console.print(Text(line), soft_wrap=True)
+
+
+def _likely(found: Answer, step: ModelledStep) -> str:
+    """The one figure, where the runtime lets copies and the host's update run beside kernels."""
+    return (
+        f"Modelled step: {step.likely_seconds:.3g} s, {found.tokens / step.likely_seconds:,.0f} tokens/s, with "
+        "copies and the host's update beside kernels as they run."
+    )
 
 
 def _rate(part: str, dtype: str, rates: Rates) -> str:
@@ -513,6 +534,7 @@ def _rate(part: str, dtype: str, rates: Rates) -> str:
         ways = (("node", rates.node_bytes_per_s), ("network", rates.network_bytes_per_s))
         return ", ".join(f"{name} {value / 1e9:,.3g} GB/s" for name, value in ways if value is not None)
     value = {
+        KERNELS: rates.device_memory_bytes_per_s,
         "host to device": rates.to_device_bytes_per_s,
         "device to host": rates.to_host_bytes_per_s,
         "update on the device": rates.device_update_bytes_per_s,

@@ -278,12 +278,14 @@ class Predicted:
             with all of its bytes. Tags and flags are not counted.
         device_peak: peak bytes of model data on the device.
         host_peak: peak bytes of model data on the host.
+        ahead_bytes: of the copies to the device, those of payloads that are fetched ahead, beside kernels.
     """
 
     copies: Mapping[tuple[str, MoveReason], int]
     exchanged: Mapping[Exchange, tuple[int, int]]
     device_peak: int
     host_peak: int
+    ahead_bytes: int = 0
 
     @property
     def bytes_by_link(self) -> dict[str, int]:
@@ -391,6 +393,7 @@ def _taken(simulation: Simulation, plan: Decisions) -> Predicted:
         exchanged,
         plan.device_bytes + extra[Tier.DEVICE],
         plan.host_bytes + extra[Tier.HOST],
+        traffic.ahead_bytes,
     )
     traffic.clear()
     return found
