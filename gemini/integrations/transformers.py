@@ -396,6 +396,8 @@ class ShardedTraining(_Trainer):
     model_wrapped: Any
     optimizer_cls_and_kwargs: Any
     _created_lr_scheduler: bool
+    preset: Source = None
+    """The config of a class that another library makes, which has no argument for one."""
 
     def __init__(
         self,
@@ -407,7 +409,8 @@ class ShardedTraining(_Trainer):
     ) -> None:
         init = own_init(type(self))
         # By name, as Trainers of other libraries have other arguments behind the model.
-        named = by_name(init, (model, *others))
+        # The model alone is given by its name where theirs is not the first one, as in Trainers of LLaMA-Factory.
+        named = by_name(init, (model, *others)) if others else {"model": model}
         others = () if named is not None else others
         more = {**({"args": others[0]} if others else {}), **more}
         # As with any function: an argument by position and by name is given twice.
@@ -429,6 +432,7 @@ class ShardedTraining(_Trainer):
         if not args.save_on_each_node:
             args.output_dir = folder_of_rank_0(args.output_dir)
         self._sharded: ShardedModel | None = None
+        config = self.preset if config is None else config
         self._source = launched_config() if config is None else config
         self.sharding = self._read(args, _SOME_STEPS)
         """The config, with defaults in place of what it does not say."""
@@ -673,6 +677,19 @@ def _newest_whole(folder: str) -> str | None:
     numbered = [path for path in found if path.name.rpartition("-")[2].isdigit()]
     newest = max(numbered, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
     return None if newest is None else str(newest)
+
+
+def sharded_class(theirs: type, config: Source = None) -> type:
+    """A class that trains as the Trainer `theirs` does, sharded by `config`, for a library that makes it. Local.
+
+    config: as of `ShardedTraining`. Raises TypeError for a class that is no Trainer.
+    """
+    if not issubclass(theirs, transformers.Trainer):
+        raise TypeError(f"{theirs.__name__} is no transformers.Trainer, and cannot be sharded as one")
+    said = (
+        f"`{theirs.__name__}`, sharded. Every rank makes and calls it alike. Raises what theirs and our Trainer raise."
+    )
+    return type(theirs.__name__, (ShardedTraining, theirs), {"__module__": __name__, "__doc__": said, "preset": config})
 
 
 class Trainer(ShardedTraining, transformers.Trainer):
