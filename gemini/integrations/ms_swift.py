@@ -22,8 +22,8 @@ _config: Source = None
 def register(config: Source = None) -> list[str]:
     """From now on ms-swift makes sharded Trainers. Returns the trainings for which it does. Local.
 
-    config: a config of ours or of DeepSpeed's, or the path of one. None: what `gemini.launch_from_torch(config=...)` was
-    given, else all defaults. A second call replaces the first one's. Raises ImportError without ms-swift.
+    config: a config of ours or of DeepSpeed's, or the path of one. None: that of `gemini.launch_from_torch(config=)`,
+    else all defaults. A second call replaces the first one's. Raises ImportError without ms-swift.
 
     Example:
         >>> register({"stage": 3, "device_memory": "20GiB"})
