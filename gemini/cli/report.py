@@ -10,10 +10,10 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from torch import nn
 
-from gemini.cli.amounts import UNITS, as_option, count, in_words
+from gemini.cli.amounts import as_option, count, in_words, unit_of
+from gemini.cli.asked import say
 from gemini.cli.model import with_options
 from gemini.cli.question import Batch, Cluster, Question
 from gemini.cli.remedies import Options, Remedy, command_of, in_the_way, larger_batch, remedies_of
@@ -379,7 +379,7 @@ def show(name: str, found: Answer, console: Console, given: Options = ()) -> Non
     lines.append(f"{sequences} on each rank{times}{checkpointed}")
     # With `soft_wrap` the terminal breaks long lines, and rich does not: a line that is copied stays whole.
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)
     if plan is not None:
         _show_bytes(found, console)
     whole, checked = found.activations
@@ -389,7 +389,7 @@ def show(name: str, found: Answer, console: Console, given: Options = ()) -> Non
         others = (
             f"Activations and gradients before their chunks take them: at most {in_words(whole)}, {with_it} (bounds)."
         )
-    console.print(Text(others), soft_wrap=True)
+    say(console, others)
     if plan is None or found.predicted is None:
         show_remedies(name, found, console, given)
         return
@@ -397,10 +397,10 @@ def show(name: str, found: Answer, console: Console, given: Options = ()) -> Non
     # Here the words say that activations are missing, so model data alone can be shown.
     peak, beside = found.predicted.device_peak + (activations or 0), " besides activations" * (activations is None)
     of = "" if found.cluster.device_bytes is None else f" of {in_words(found.cluster.device_bytes)}"
-    console.print(Text(f"Predicted peak on the device{beside}: {in_words(peak)}{of}."), soft_wrap=True)
+    say(console, f"Predicted peak on the device{beside}: {in_words(peak)}{of}.")
     _show_step(found, console)
     for sentence in found.notes:
-        console.print(Text(sentence), soft_wrap=True)
+        say(console, sentence)
     show_remedies(name, found, console, given)
 
 
@@ -428,11 +428,11 @@ def show_remedies(name: str, found: Answer, console: Console, given: Options = (
     if not found.remedies:
         return
     head = "This fits too:" if found.plan is not None else "This would fit, the cheapest first; each was planned:"
-    console.print(Text(head), soft_wrap=True)
+    say(console, head)
     for each in found.remedies:
         if each.options:
-            console.print(Text(f"  {command_of(name, given, each.options)}", "bold"), soft_wrap=True)
-        console.print(Text(f"{'    ' if each.options else '  '}{each.words}"), soft_wrap=True)
+            say(console, f"  {command_of(name, given, each.options)}", "bold")
+        say(console, f"{'    ' if each.options else '  '}{each.words}")
 
 
 def _show_bytes(found: Answer, console: Console) -> None:
@@ -445,8 +445,7 @@ def _show_bytes(found: Answer, console: Console) -> None:
     in_all = plan.device_bytes + (activations or 0), plan.host_bytes + passing, plan.placement.disk_bytes(plan.demand)
     # Without a disk there is no column for one.
     num_tiers = len(in_all) if plan.settings.disk_path is not None else 2
-    # One unit for the whole table, by its largest sum, so that the digits of rows can be compared.
-    unit, power = next((each for each in UNITS[1:] if max(in_all) >= 10 ** each[1]), UNITS[-1])
+    unit, power = unit_of(max(in_all))
 
     def cell(num_bytes: int | None) -> str:
         # An empty cell in the row "memory there is" means that no bound is known.
@@ -478,19 +477,6 @@ def _show_step(found: Answer, console: Console) -> None:
     # Among the notes stands why no step is modelled.
     if step is None or rates is None or moves is None:
         return
-    # The keys are those of `ModelledStep.parts`, which leaves out collectives where there is one rank.
-    amounts = {
-        "forward and backward": f"{step.flops / 1e12:,.4g} TFLOP",
-        KERNELS: in_words(int((step.parts.get(KERNELS) or 0) * rates.device_memory_bytes_per_s)),
-        "host to device": in_words(moves.to_device_bytes),
-        "device to host": in_words(moves.to_host_bytes),
-        "gathers": f"{in_words(moves.gathered_bytes)} in {moves.num_gathers} launches",
-        "exchanges": f"{in_words(moves.exchanged_bytes)} in {moves.num_exchanges} launches",
-        "update on the device": in_words(moves.device_update_bytes),
-        "update on the host": in_words(moves.host_update_bytes),
-        "disk to host": in_words(moves.from_disk_bytes),
-        "host to disk": in_words(moves.to_disk_bytes),
-    }
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     # In a narrow terminal rich would cut digits off, so the rates, which are no result, are left out.
     columns = ("a step, modelled", "amount", "seconds", "rate")[: 4 if console.width >= _COLUMNS else 3]
@@ -498,8 +484,8 @@ def _show_step(found: Answer, console: Console) -> None:
         table.add_column(head, justify="left" if head.startswith("a step") else "right", no_wrap=True)
     for part, seconds in step.parts.items():
         shown = "not known" if seconds is None else f"{seconds:,.4g}"
-        cells = part, amounts[part], shown, _rate(part, found.dtype.name, rates)
-        table.add_row(*cells[: len(columns)])
+        amount, rate = _amount_and_rate(part, step, moves, rates, found.dtype.name)
+        table.add_row(*(part, amount, shown, rate)[: len(columns)])
     console.print(table)
     slow, fast = found.tokens / step.seconds, found.tokens / step.least_seconds
     likely = [] if found.cluster.is_emulated else [_likely(found, step)]
@@ -514,7 +500,7 @@ def _show_step(found: Answer, console: Console) -> None:
         f"Rates: {rates.source}.",
     ]
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)
 
 
 def _likely(found: Answer, step: ModelledStep) -> str:
@@ -525,21 +511,33 @@ def _likely(found: Answer, step: ModelledStep) -> str:
     )
 
 
-def _rate(part: str, dtype: str, rates: Rates) -> str:
-    """What its amount is divided by; between ranks the slower of two ways counts."""
+# The amount and the rate of each part of a modelled step that is bytes, as they are called in `MovedBytes` and `Rates`.
+_PARTS = {
+    "host to device": ("to_device_bytes", "to_device_bytes_per_s"),
+    "device to host": ("to_host_bytes", "to_host_bytes_per_s"),
+    "update on the device": ("device_update_bytes", "device_update_bytes_per_s"),
+    "update on the host": ("host_update_bytes", "host_update_bytes_per_s"),
+    "disk to host": ("from_disk_bytes", "disk_read_bytes_per_s"),
+    "host to disk": ("to_disk_bytes", "disk_write_bytes_per_s"),
+    "gathers": ("gathered_bytes", "num_gathers"),
+    "exchanges": ("exchanged_bytes", "num_exchanges"),
+}
+
+
+def _amount_and_rate(part: str, step: ModelledStep, moves: MovedBytes, rates: Rates, dtype: str) -> tuple[str, str]:
+    """What a part takes, and what that is divided by; between ranks the slower of two ways counts."""
     if part == "forward and backward":
         # `modelled_step` has refused rates without this dtype.
-        return f"{rates.flops_per_s[dtype] / 1e12:,.3g} TFLOP/s"
-    if part in ("gathers", "exchanges"):
-        ways = (("node", rates.node_bytes_per_s), ("network", rates.network_bytes_per_s))
-        return ", ".join(f"{name} {value / 1e9:,.3g} GB/s" for name, value in ways if value is not None)
-    value = {
-        KERNELS: rates.device_memory_bytes_per_s,
-        "host to device": rates.to_device_bytes_per_s,
-        "device to host": rates.to_host_bytes_per_s,
-        "update on the device": rates.device_update_bytes_per_s,
-        "update on the host": rates.host_update_bytes_per_s,
-        "disk to host": rates.disk_read_bytes_per_s,
-        "host to disk": rates.disk_write_bytes_per_s,
-    }[part]
-    return "" if value is None else f"{value / 1e9:,.3g} GB/s"
+        return f"{step.flops / 1e12:,.4g} TFLOP", f"{rates.flops_per_s[dtype] / 1e12:,.3g} TFLOP/s"
+    if part == KERNELS:
+        value: float | None = rates.device_memory_bytes_per_s
+        amount = int((step.parts[KERNELS] or 0.0) * rates.device_memory_bytes_per_s)
+    else:
+        name, other = _PARTS[part]
+        amount = getattr(moves, name)
+        if part in ("gathers", "exchanges"):
+            ways = (("node", rates.node_bytes_per_s), ("network", rates.network_bytes_per_s))
+            shown = ", ".join(f"{way} {rate / 1e9:,.3g} GB/s" for way, rate in ways if rate is not None)
+            return f"{in_words(amount)} in {getattr(moves, other)} launches", shown
+        value = getattr(rates, other)
+    return in_words(amount), "" if value is None else f"{value / 1e9:,.3g} GB/s"
