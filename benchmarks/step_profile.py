@@ -22,23 +22,35 @@ from rich.table import Table
 
 from benchmarks.cpu_cases import Case, build, ours, plain
 from benchmarks.launch import RankFailed, run_ranks
-from gemini import ShardedModel
+from gemini.runtime.arrivals import Arrivals
+from gemini.runtime.params import ParamStore
+from gemini.runtime.reduce import Reductions
+from gemini.runtime.step import Payloads
+from sharding import Collectives
 
 STEPS = 10
 WARM_UP = 3
 RESULTS = Path(__file__).parent / "results"
+TIMED: dict[type, tuple[str, ...]] = {
+    Payloads: ("fetch", "fetch_ahead"),
+    ParamStore: ("depart", "arrive"),
+    Arrivals: ("add",),
+    Reductions: ("reduce", "end_backward"),
+    Collectives: ("start_all_gather", "start_reduce_scatter", "all_reduce_sum_", "all_reduce_max_", "check"),
+}
+"""Methods whose time is told."""
 
 
 class Clock:
-    """Seconds and calls by name, of the methods that it was put around."""
+    """Seconds and calls by name, of the methods of classes that it was put around."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 
-    def around(self, thing: Any, *names: str) -> None:
+    def around(self, kind: type, *names: str) -> None:
         for name in names:
-            setattr(thing, name, self._timed(name, getattr(thing, name)))
+            setattr(kind, name, self._timed(f"{kind.__name__}.{name}", getattr(kind, name)))
 
     def _timed(self, name: str, method: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -56,17 +68,11 @@ def profile(rank: int, world_size: int, tiny: bool, budget_bytes: int) -> dict[s
     """One rank's medians in ms for plain training of its own, and for ours with the time of each call a step."""
     _, tokens = build(tiny)
     alone = plain(tiny, clips=True)
-    case = ours(tiny, clips=True, budget_bytes=budget_bytes)
     clock = Clock()
-    assert isinstance(case.model, ShardedModel)
-    manager = case.model.chunk_manager
-    clock.around(manager.params, "fetch", "fetch_ahead", "finish_prefetch")
-    clock.around(manager.grads, "on_gradient", "before_touch", "end_backward")
-    clock.around(manager.step.reductions, "reduce", "finish")
-    clock.around(
-        manager.communicator.collectives,
-        *("start_all_gather", "start_reduce_scatter", "all_reduce_sum_", "all_reduce_max_", "check"),
-    )
+    # Before the model is made: its objects keep methods of each other.
+    for kind, names in TIMED.items():
+        clock.around(kind, *names)
+    case = ours(tiny, clips=True, budget_bytes=budget_bytes)
     for step in range(WARM_UP):
         case.step(tokens(step, rank))
         alone.step(tokens(step, rank))

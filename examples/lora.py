@@ -20,6 +20,7 @@ import peft
 import torch
 import torch.distributed as dist
 import typer
+from budget import a_third
 from moe import VOCABULARY, corpus
 from rich.console import Console
 from rich.progress import track
@@ -36,13 +37,6 @@ def package(name: str) -> Tensor:
     folder = Path(sysconfig.get_paths()["stdlib"]) / name
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-
-
-def a_third(module: nn.Module) -> int:
-    """Bytes of a third of what training the module takes on this rank, or the least that trains it."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    estimate = gemini.estimate_memory(module, world_size=world_size)
-    return max(estimate.state_bytes // 3, estimate.plan.minimum_bytes or 0)
 
 
 def train(

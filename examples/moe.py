@@ -18,6 +18,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
+from budget import a_third
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -92,13 +93,6 @@ def corpus(num_bytes: int) -> Tensor:
         if len(text) >= num_bytes:
             break
     return torch.frombuffer(text[:num_bytes], dtype=torch.uint8).long()
-
-
-def a_third(module: nn.Module) -> int:
-    """Bytes of a third of what training the module takes on this rank, or the least that trains it."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    estimate = gemini.estimate_memory(module, world_size=world_size)
-    return max(estimate.state_bytes // 3, estimate.plan.minimum_bytes or 0)
 
 
 def main(

@@ -1,12 +1,13 @@
 """The well-known run_clm with one line changed: `transformers.Trainer` trains a language model sharded under a budget.
 
-    python examples/run_clm.py --output_dir out
+    python examples/run_clm.py --output_dir out                   # a third of the state on the device
     torchrun --nproc-per-node 2 examples/run_clm.py --output_dir out --model_data_memory 10MiB
     torchrun --nproc-per-node 2 examples/run_clm.py --output_dir out --sharding ds.json   # or a config in our keys
     python examples/run_clm.py --output_dir out --plain                                   # without gemini
 
 All flags of TrainingArguments are flags here, such as --bf16, --save_steps 50 and
---resume_from_checkpoint out/checkpoint-50. On a machine without a GPU add --use_cpu.
+--resume_from_checkpoint out/checkpoint-50; without --max_steps there are 60, and a line for every fifth.
+On a machine without a GPU add --use_cpu.
 Nothing is downloaded: the text is --train_file, or the source of Python's standard library; the tokenizer is trained on
 it, and the model has random weights, in the shape of --config_overrides. The line that differs from a script for the
 plain Trainer is its import; what the model is sharded by are arguments of `Trainer(...)`.
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from budget import a_third
 from torch import Tensor
 from torch.utils.data import Dataset
 from train_gpt import END_OF_FILE, standard_library_source, train_tokenizer
@@ -59,12 +61,12 @@ class DataArguments:
 
 @dataclasses.dataclass
 class ShardingArguments:
-    """What `Trainer` is told beside TrainingArguments. Without any, it takes what memory there is."""
+    """What `Trainer` is told beside TrainingArguments. Without a budget, a third of the state is on the device."""
 
     sharding: str | None = flag("A config: a DeepSpeed JSON with its 'auto', or a file in gemini's keys.")
     stage: int | None = flag("3 shards parameters, gradients and optimizer state, 2 the last two, 1 the last. None: 3.")
     device_memory: str | None = flag("What this process may hold on its device, such as 8GiB. None: what is free.")
-    model_data_memory: str | None = flag("What of it the model's state may take, such as 10MiB.")
+    model_data_memory: str | None = flag("What of it the model's state may take, such as 10MiB. None of both: a third.")
     plain: bool = flag("Train by the Trainer of transformers itself, to compare.", False)
 
 
@@ -85,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
     """Train, evaluate and save as the flags say. Returns the Trainer. Collective."""
     kinds = (ModelArguments, DataArguments, ShardingArguments, transformers.TrainingArguments)
     parser = transformers.HfArgumentParser(kinds, description=(__doc__ or "").splitlines()[0])
+    parser.set_defaults(max_steps=60, logging_steps=5)  # so that a first try ends, and shows losses meanwhile
     model_args, data_args, sharding, args = parser.parse_args_into_dataclasses(argv)
     transformers.set_seed(args.seed)
 
@@ -99,11 +102,15 @@ def main(argv: Sequence[str] | None = None) -> Any:
     else:
         budgets = {name: getattr(sharding, name) for name in ("stage", "device_memory", "model_data_memory")}
         given = {name: value for name, value in budgets.items() if value is not None}
+        if sharding.sharding is None and given.keys() <= {"stage"}:
+            dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+            given["model_data_memory"] = a_third(model, args.world_size, dtype=dtype, **given)
         trainer = Trainer(model, args, **data, config=sharding.sharding, **given)
 
     if args.do_train or not args.do_eval:
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        done = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         trainer.save_model()
+        say(trainer, done.metrics, data_args.block_size)
     if args.do_eval:
         metrics = trainer.evaluate()
         metrics["perplexity"] = math.exp(min(100.0, metrics["eval_loss"]))
@@ -113,6 +120,17 @@ def main(argv: Sequence[str] | None = None) -> Any:
     if trainer.is_world_process_zero() and not sharding.plain:
         print(trainer.sharded_model.memory_report())
     return trainer
+
+
+def say(trainer: Any, metrics: dict[str, float], block_size: int) -> None:
+    """Print on rank 0 what came of the training. Local."""
+    args, losses = trainer.args, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if not trainer.is_world_process_zero():
+        return
+    if losses:
+        print(f"loss: {losses[0]:.3f} at first, {losses[-1]:.3f} after {trainer.state.global_step} steps")
+    tokens_per_s = metrics["train_samples_per_second"] * block_size
+    print(f"speed: {tokens_per_s:.0f} tokens/s on {args.world_size} rank{'s' * (args.world_size > 1)}")
 
 
 def tokenizer_and_text(data: DataArguments, args: transformers.TrainingArguments) -> tuple[Any, str]:

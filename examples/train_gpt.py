@@ -1,6 +1,6 @@
 """Trains a small GPT-2 on the source of Python's own standard library, in as little device memory as you allow.
 
-    python examples/train_gpt.py                                      # one rank, nothing else needed
+    python examples/train_gpt.py                                      # one rank, a third of its state on the device
     python examples/train_gpt.py --ranks 2 --model-data-memory 10MiB  # starts two ranks and shares the state
     torchrun --nproc-per-node 2 examples/train_gpt.py                 # the same under a launcher
     python examples/train_gpt.py --demo                               # with and without a budget: the same bits
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
+from budget import a_third
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -561,6 +562,14 @@ def broken_promises(budgeted: list[Result], unlimited: list[Result], budget_byte
 # ---- the command line
 
 
+def a_third_of(settings: Settings, num_ranks: int) -> int:
+    """Bytes of a third of what a rank's training takes, where no budget is asked for. Nothing is allocated."""
+    with torch.device("meta"):
+        module = build_gpt(settings)
+    dtype = torch.bfloat16 if settings.dtype == Dtype.bf16 else None
+    return a_third(module, num_ranks, stage=settings.stage, dtype=dtype, chunk_size=settings.chunk_size)
+
+
 def a_size(text: str | None) -> str | None:
     """Checked as soon as it is read; `ShardedModel` itself takes the same strings."""
     try:
@@ -608,7 +617,8 @@ def main(
         str | None, flag("All that a rank may hold on its device, such as 64MiB.", MEMORY, callback=a_size)
     ] = None,
     model_data_memory: Annotated[
-        str | None, flag("The part of it that training state may take, such as 8MiB.", MEMORY, callback=a_size)
+        str | None,
+        flag("The part of it that training state may take. Default: a third of it.", MEMORY, callback=a_size),
     ] = None,
     chunk_size: Annotated[int | None, flag("Elements of a chunk. Default: searched.", MEMORY, min=1)] = None,
     threads: Annotated[int, flag("Threads of a rank; another number may give other bits.", MEMORY, min=1)] = 1,
@@ -654,6 +664,9 @@ def main(
         sample=sample,
         temperature=temperature,
     )
+    num_ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or 1
+    if not demo_ and policy is Policy.auto and device_memory is None and model_data_memory is None:
+        settings = dataclasses.replace(settings, model_data_memory=a_third_of(settings, num_ranks))
     try:
         if demo_:
             demo(settings, ranks or 2)

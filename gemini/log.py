@@ -32,6 +32,11 @@ def warn_at_script(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def rank_of_process() -> int:
+    """This process's rank in the default process group; 0 without one. Local."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 # -- A logger that knows its rank: `get_dist_logger().info(text, ranks=[0])`.
 
 
@@ -67,7 +72,7 @@ class DistributedLogger:
 
     def _log(self, level: int, message: str, ranks: Collection[int] | None) -> None:
         # Asked for at each message: a logger may be older than the process group.
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank = rank_of_process()
         if ranks is None or rank in ranks:
             self._logger.log(level, "rank %d: %s", rank, message)
 

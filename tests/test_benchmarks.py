@@ -12,7 +12,7 @@ import torch
 import typer
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import case_file, gpu_table, overlap, streams
+from benchmarks import case_file, gpu_table, modelled_gpu, overlap, streams
 from benchmarks.bytes_per_parameter import Line
 from benchmarks.deepspeed_adam import DeepSpeedAdam, DeepSpeedFailed
 from benchmarks.launch import ROOT, RankFailed, run_ranks
@@ -20,8 +20,10 @@ from benchmarks.llama import SIZES, build
 from benchmarks.measured_bytes import storage_bytes
 from benchmarks.modelled_time import measured_and_modelled
 from benchmarks.rounds import Spread, StepTime, paired_ratio, slowest_rank, turn
+from benchmarks.step_profile import TIMED
 from benchmarks.streams import Mode, Stream, read_stream, update_streams
 from gemini.model.workload import most_activations
+from gemini.placement.cost import Rates
 from optim import cpu_adam
 
 TIMEOUT_S = 200
@@ -101,11 +103,28 @@ def test_tiny_operators_are_timed_beside_plain_pytorch() -> None:
     assert "ours / plain" in done.stdout, done.stderr
 
 
+def test_methods_that_the_profile_of_a_step_times_exist() -> None:
+    gone = [f"{kind.__name__}.{name}" for kind, names in TIMED.items() for name in names if not hasattr(kind, name)]
+    assert gone == []
+
+
+def test_the_table_of_modelled_steps_in_the_documentation_is_the_one_that_is_printed() -> None:
+    rates = Rates.from_json(json.loads(modelled_gpu.RATES.read_text()))
+    section = (ROOT / "docs" / "benchmarks.md").read_text().partition("## Modelled beside measured")[2]
+    rows = [line.strip("| ").split(" | ") for line in section.partition("\n## ")[0].splitlines() if line[:2] == "| "]
+    cases = modelled_gpu.cases_in(modelled_gpu.CASES, rates)
+    assert rows[1:] == [
+        [cell for number, cell in enumerate(modelled_gpu.row_of(each)) if number != 8] for each in cases
+    ]
+    near = [each.name for each in cases if 0.8 < each.ratio <= 1.0]
+    assert {"ours 7B in 40GiB", "ours 13B auto", "ours on the host 1.3B", "ours on the host 3B"} <= set(near)
+
+
 @pytest.mark.soak
 def test_the_profile_of_a_step_names_calls() -> None:
     done = run("benchmarks.step_profile", "--tiny")
     assert done.returncode == 0, done.stderr
-    for word in ("plain, alone", "start_all_gather", "_finish", "fetch_ahead"):
+    for word in ("plain, alone", "Collectives.start_all_gather", "Payloads.fetch_ahead", "Arrivals.add"):
         assert word in done.stdout, word
 
 

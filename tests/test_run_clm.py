@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -93,6 +94,20 @@ def again(rank: int, world_size: int, folder: str, *flags: str) -> list[float]:
     if "--plain" not in flags:
         trainer.sharded_model.close()
     return logged(folder)
+
+
+def test_run_clm_without_a_budget_has_a_third_of_its_state_on_the_device_and_says_how_it_went(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer: Any = script().main(["--output_dir", str(tmp_path), *FLAGS, "--max_steps", "10"])
+    plan = trainer.sharded_model.plan
+    state_bytes = STATE_BYTES * sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert plan.budget_bytes is not None and plan.budget_bytes < 0.35 * state_bytes  # chunks have padding
+    said = capsys.readouterr()
+    assert re.search(r"^loss: [\d.]+ at first, [\d.]+ after 10 steps$", said.out, re.MULTILINE), said.out
+    assert re.search(r"^speed: \d+ tokens/s on 1 rank$", said.out, re.MULTILINE), said.out
+    assert re.search(r"[1-9]\d* fetches, .* [1-9]\d* evictions", said.out), said.out
+    trainer.end()
 
 
 @pytest.mark.soak

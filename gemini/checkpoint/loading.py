@@ -43,6 +43,7 @@ from gemini.optimizer.averages import AVERAGE
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.optimizer.state_dict import CheckedState, check_optimizer_state, load_optimizer_state, numbers_of
 from gemini.placement.demand import Tier
+from gemini.progress import progress
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.binding import round_as_master
 from gemini.runtime.chunk import Chunk, ManagedParameter
@@ -150,8 +151,11 @@ class SavedCheckpoint:
 
     def verify(self, communicator: Communicator) -> None:
         """Verify this rank's part of the files."""
-        for rank_file in self.ranks[communicator.rank :: communicator.world_size]:
-            verify_files(self.folder, rank_file)
+        own = self.ranks[communicator.rank :: communicator.world_size]
+        total = sum(summary.num_bytes for each in own for summary in each.files.values())
+        with progress(f"verifying {self.manifest.tag}", total) as told:
+            for rank_file in own:
+                verify_files(self.folder, rank_file, told)
 
 
 @dataclass(frozen=True)
@@ -208,12 +212,16 @@ class _Load:
     def run(self, fits: _Fitting, scheduler: Any, data: Any, weights_only: bool) -> LoadedCheckpoint:
         """Load what `check` has found to fit. Collective."""
         manifest, manager, its = self._manifest, self._manager, fits.own
-        with OpenFiles() as files:
+        # Whole tensors, of which this rank reads its part.
+        weights = sum(tensor.num_bytes for name, tensor in self._source.tensors.items() if name.startswith(WEIGHT))
+        states = sum(tensor.num_bytes for tensor in self._source.tensors.values()) - weights
+        total = weights if fits.optimizer is None else weights + states
+        with OpenFiles() as files, progress(f"loading {manifest.tag}", total) as told:
             if fits.optimizer is not None:
-                self._load_optimizer(*fits.optimizer, files)
+                self._load_optimizer(*fits.optimizer, files, told)
             # Not before: without room for its states nothing has changed.
             manager.grads.discard_all()
-            self._load_weights(files)
+            self._load_weights(files, told)
             self._load_plain(files)
             if fits.optimizer is not None and manifest.gradients is not None:
                 manager.grads.resume(manifest.gradients.num_backwards, self._gradients(files))
@@ -296,7 +304,7 @@ class _Load:
 
     # -- weights
 
-    def _load_weights(self, files: OpenFiles) -> None:
+    def _load_weights(self, files: OpenFiles, told: Callable[[int], None]) -> None:
         """Set weights and masters, chunk by chunk. Collective only in taking memory for masters."""
         step = self._manager.step
         self._model.trainability.apply_unfrozen()
@@ -319,6 +327,7 @@ class _Load:
                     elif stored.dtype.itemsize > managed.dtype.itemsize and managed.owns_master:
                         managed.note_fractions()
                     access.fill(managed, read)
+                    told(stored.num_bytes)
                 step.params.after_update(chunk)
         step.end_update()
 
@@ -396,10 +405,15 @@ class _Load:
         return optimizer, fact, checked
 
     def _load_optimizer(
-        self, optimizer: ShardedOptimizer, fact: OptimizerFact, checked: CheckedState, files: OpenFiles
+        self,
+        optimizer: ShardedOptimizer,
+        fact: OptimizerFact,
+        checked: CheckedState,
+        files: OpenFiles,
+        told: Callable[[int], None],
     ) -> None:
         chunk_optimizer = optimizer.chunk_optimizer
-        values = _FromFiles(self._source, self._names, files)
+        values = _FromFiles(self._source, self._names, files, told)
         load_optimizer_state(self._model, chunk_optimizer.states, optimizer.param_groups, checked, values)
         if chunk_optimizer.scaling.active is not None and (scale := decode(fact.loss_scale)) is not None:
             chunk_optimizer.scaling.active.load_state_dict(scale)
@@ -475,7 +489,10 @@ def _meta(managed: ManagedParameter, dtype: torch.dtype) -> Tensor:
 class _FromFiles:
     """The states of parameters, read where they are set (`load_state.StateValues`)."""
 
-    def __init__(self, source: SavedCheckpoint, names: Mapping[str, str], files: OpenFiles) -> None:
+    def __init__(
+        self, source: SavedCheckpoint, names: Mapping[str, str], files: OpenFiles, told: Callable[[int], None]
+    ) -> None:
+        self._told = told
         self._source = source
         self._names = names
         self._files = files
@@ -485,6 +502,7 @@ class _FromFiles:
         stored = self._source.tensors.get(state_key(self._names.get(managed.name, managed.name), name))
         if stored is not None:  # else the parameter has no elements
             access.fill(managed, _Reader(managed, stored, self._files).read_into)
+            self._told(stored.num_bytes)
 
     def fill_master(self, access: FullPrecisionAccess, managed: ManagedParameter, value: Tensor) -> None:
         """Do nothing: masters are set with the weights."""

@@ -175,6 +175,7 @@ class PendingCheckpoint:
         self._communicator = communicator
         self._room = room
         self._source = TensorQueue()
+        self._shows = not asynchronous  # a bar would stand over what training prints
         self._failure: BaseException | None = None
         self._is_told = False
         self._is_waited_for = False
@@ -261,7 +262,7 @@ class PendingCheckpoint:
     def _write(self) -> None:
         try:
             with torch.inference_mode(False), torch.no_grad():
-                write(self._task, self._source, Others(self._communicator.watch, self._task.folder))
+                write(self._task, self._source, Others(self._communicator.watch, self._task.folder), self._shows)
         except BaseException as error:  # of a thread: `wait` and the next step raise it
             self._failure = error
 

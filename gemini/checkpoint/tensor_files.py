@@ -247,6 +247,10 @@ class StoredTensor:
         self.shape = shape
         self.parts = list(parts)
 
+    @property
+    def num_bytes(self) -> int:
+        return whole(self.shape).numel * self.dtype.itemsize
+
     def missing(self) -> int:
         """How many elements no part has, or, below 0, how many several parts have."""
         return whole(self.shape).numel - sum(stored.part.box.numel for stored in self.parts)

@@ -36,6 +36,7 @@ from gemini.checkpoint.tensor_files import SUFFIX, Part, TensorFile
 from gemini.checksum import crc32
 from gemini.errors import CheckpointError
 from gemini.memory.transfer import Loan
+from gemini.progress import progress
 from gemini.ranks.watchdog import Watchdog
 
 _POLL_S = 0.01
@@ -133,20 +134,25 @@ class TensorQueue:
                 yield item
 
 
-def write(task: Task, source: TensorQueue, others: Others) -> Path:
+def write(task: Task, source: TensorQueue, others: Others, shows: bool = False) -> Path:
     """Write this rank's files, and have the whole complete. Returns the checkpoint's folder.
+
+    shows: whether progress is shown.
 
     Raises OSError and CheckpointError, and whatever else may happen here: all ranks learn of it then.
     """
     try:
         try:
-            files = _write_tensors(task, source)
+            num_bytes = sum(part.num_bytes for _, part in task.parts)
+            with progress(f"saving {task.tag}", num_bytes, shows) as told:
+                files = _write_tensors(task, source, told)
             rank_file = task.rank_file.model_copy(update={"files": files})
             if task.keep is not None:
                 # Older checkpoints may go for this one: what is on the disk has to be right, not what is in memory.
                 for name in files:
                     _forget_cached(task.folder / name)
-                verify_files(task.folder, rank_file)
+                with progress(f"verifying {task.tag}", num_bytes, shows) as told:
+                    verify_files(task.folder, rank_file, told)
             data = dump(rank_file)
             _publish(task.folder / rank_name(task.rank), data)
             if task.draft is None or task.manifest is None:
@@ -171,7 +177,7 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def _write_tensors(task: Task, source: TensorQueue) -> dict[str, FileSummary]:
+def _write_tensors(task: Task, source: TensorQueue, told: Callable[[int], None]) -> dict[str, FileSummary]:
     by_file: dict[int, list[Part]] = {number: [] for number in range(1 + max((n for n, _ in task.parts), default=0))}
     for number, part in task.parts:
         by_file[number].append(part)
@@ -182,6 +188,7 @@ def _write_tensors(task: Task, source: TensorQueue) -> dict[str, FileSummary]:
                 files.append(TensorFile(task.folder / f"states-{task.rank:05d}-{number}{SUFFIX}", its, io))
             for number, key, value in source.values():
                 files[number].write(key, value.to("cpu"))
+                told(value.nbytes)
             for file in files:
                 file.finish()
     finally:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 
-UNITS = (("TB", 12), ("GB", 9), ("MB", 6), ("KB", 3))
-_PASTED = UNITS[1:]  # sizes of memory are in GB
+_UNITS = (("GB", 9), ("MB", 6), ("KB", 3))  # sizes of memory are in GB, also those above 1000
 _DIGITS = 4
+
+
+def unit_of(most_bytes: int) -> tuple[str, int]:
+    """The one unit of a table, by its largest amount, so that the digits of rows can be compared: ("GB", 9)."""
+    return next((each for each in _UNITS if most_bytes >= 10 ** each[1]), _UNITS[-1])
 
 
 def in_words(num_bytes: int) -> str:
     """Four digits: "42.5 GB"."""
-    unit, power = next((each for each in UNITS[1:] if num_bytes >= 10 ** each[1]), ("B", 0))
+    unit, power = unit_of(num_bytes) if num_bytes >= 10**3 else ("B", 0)
     return f"{num_bytes / 10**power:,.4g} {unit}"
 
 
 def as_option(num_bytes: int) -> str:
     """At least so many bytes as the value of an option: "76.51GB"."""
-    unit, power = next((each for each in _PASTED if num_bytes >= 10 ** each[1]), ("B", 0))
+    unit, power = unit_of(num_bytes) if num_bytes >= 10**3 else ("B", 0)
     # Rounded up in the fourth digit: what was tried with fewer bytes fits in more.
     step = 10 ** max(0, len(str(num_bytes)) - _DIGITS)
     whole = math.ceil(num_bytes / step) * step

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gemini.cli.amounts import in_words
+from gemini.cli.asked import say
 
 if TYPE_CHECKING:
     from gemini.placement.machines import Rates
@@ -37,7 +38,6 @@ def doctor(
     Nothing is sent anywhere. Put the output into a report of a problem.
     """
     from rich.console import Console
-    from rich.text import Text
 
     from gemini.cli.progress import working
 
@@ -56,12 +56,12 @@ def doctor(
     for section, its in found.items():
         if section == "advice":
             continue
-        console.print(Text(section, "bold"))
+        say(console, section, "bold")
         for line in _lines(its):
-            console.print(Text(f"  {line}"), soft_wrap=True)
-    console.print(Text("what would make it faster", "bold"))
+            say(console, f"  {line}")
+    say(console, "what would make it faster", "bold")
     for line in found["advice"] or ["nothing that is seen from here"]:
-        console.print(Text(f"  - {line}"), soft_wrap=True)
+        say(console, f"  - {line}")
 
 
 def facts(folder: Path) -> dict[str, Any]:

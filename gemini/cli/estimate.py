@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gemini.cli import asked
+from gemini.cli.amounts import unit_of
 from gemini.placement.demand import OPTIM_STATES
 
 if TYPE_CHECKING:
@@ -15,25 +17,17 @@ if TYPE_CHECKING:
     from gemini.settings import Options
 
 _STATES = {"param": "weights", "grad": "grads", "master": "masters", "optim": "moments"}
-_UNITS = (("GB", 9), ("MB", 6), ("KB", 3))
 _COLUMNS = 80  # of a terminal in which the columns do not lose digits
 
 
 def estimate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A folder with config.json, a .json file, owner/model of the Hub, or package.module:attribute."
-        ),
-    ],
+    model: asked.MODEL,
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks, which stages divide states over.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Of weights: fp32, bf16, fp16, or 'own'.")] = "own",
+    dtype: asked.DTYPE = "own",
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="Only this ZeRO stage.")] = None,
     policy: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     model_data_memory: Annotated[str | None, typer.Option(help="Budget of it on a device, as in 20GiB.")] = None,
-    optim_states: Annotated[
-        int, typer.Option(min=0, help="States per element of the optimizer: 2 for Adam, 0 for SGD, 1 with momentum.")
-    ] = OPTIM_STATES,
+    optim_states: asked.OPTIM_STATES = OPTIM_STATES,
     as_json: Annotated[bool, typer.Option("--json", help="Bytes as JSON instead of a table.")] = False,
 ) -> None:
     """Print what training takes on every rank: model data, by default with Adam, without activations.
@@ -42,14 +36,13 @@ def estimate(
     """
     # Imported here, so that `--help` needs no torch.
     from rich.console import Console
-    from rich.text import Text
 
     from gemini.cli.progress import working
 
     # Errors go to stderr, so that stdout has nothing but the table or the JSON, for a pipe.
     console = Console(stderr=True)
     with working(console, "loading torch"):
-        from gemini.cli.model import NotAModel, dtype_option, model_named
+        from gemini.cli.model import dtype_option, model_named
         from gemini.errors import BudgetError
         from gemini.model.estimate import MemoryEstimate, estimate_memory
 
@@ -59,7 +52,7 @@ def estimate(
         "model_data_memory": model_data_memory,
     }
     found: dict[int, MemoryEstimate | str] = {}
-    try:
+    with asked.questions_may_be_wrong(console):
         # The model is made once for all stages: importing it runs the user's code.
         with working(console, f"reading {model}"):
             named = model_named(model)
@@ -70,9 +63,6 @@ def estimate(
             except BudgetError as error:
                 # A budget that is too small for one stage may be enough for a higher one, so the others are tried too.
                 found[each] = str(error)
-    except (NotAModel, ValueError, TypeError) as error:
-        console.print(Text(str(error), "red"), soft_wrap=True)  # a str would be read as markup
-        raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps({str(each): _bytes(estimated) for each, estimated in found.items()}, indent=1))
     else:
@@ -83,7 +73,7 @@ def estimate(
         )
         for each, estimated in found.items():
             if isinstance(estimated, str):
-                console.print(Text(f"stage {each}: {estimated}", "red"), soft_wrap=True)
+                asked.say(console, f"stage {each}: {estimated}", "red")
     # With one stage that fits the question has an answer, and the command succeeds.
     if not any(isinstance(estimated, MemoryEstimate) for estimated in found.values()):
         raise typer.Exit(1)
@@ -105,16 +95,15 @@ def _show(name: str, ranks: int, found: dict[int, MemoryEstimate]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     if not found:
         return
     most_bytes = max(max(estimated.device_bytes, estimated.host_bytes) for estimated in found.values())
-    unit, power = next((each for each in _UNITS if most_bytes >= 10 ** each[1]), _UNITS[-1])
+    unit, power = unit_of(most_bytes)
     numel = next(iter(found.values())).num_parameters
     console = Console()
     title = f"{name}: {numel:,} parameters, {ranks} rank(s) (--ranks); {unit} (10**{power} bytes) on each"
-    console.print(Text(title), soft_wrap=True)
+    asked.say(console, title)
     lines: list[tuple[str, ...]] = [("stage", *_STATES.values(), "state", "at least", "device", "host")]
     for stage, estimated in found.items():
         total_bytes = {kind: estimated.device[kind] + estimated.host[kind] for kind in _STATES}
@@ -129,7 +118,7 @@ def _show(name: str, ranks: int, found: dict[int, MemoryEstimate]) -> None:
         table.add_row(*row)
     console.print(table)
     for words in _legend(found, lambda num_bytes: f"{num_bytes / 10**power:.2f} {unit}"):
-        console.print(Text(words), soft_wrap=True)
+        asked.say(console, words)
 
 
 def _legend(found: dict[int, MemoryEstimate], words: Callable[[int], str]) -> Iterator[str]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.model.estimate import of_dtype
+
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 # Of the families: do queries, keys and values have biases, and norms of their own?
 _FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
@@ -50,8 +52,12 @@ def known(config: Mapping[str, Any]) -> nn.Module | None:
     # Qwen3 has a default of its own for the width of a head.
     if kind == "qwen3" and type(config.get("head_dim")) is not int:
         return None
+    # Older files say torch_dtype.
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"), None)
+    if not isinstance(dtype, torch.dtype):
+        return None
     with torch.device("meta"):
-        return _CausalLM(config)
+        return of_dtype(_CausalLM(config), dtype)
 
 
 class _Linear(nn.Linear):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gemini.cli import asked
 from gemini.placement.demand import OPTIM_STATES
 from gemini.placement.machines import MACHINES, THIS
 
@@ -20,12 +21,7 @@ _LENGTH = 4096  # of sequences, where the model takes as many
 
 def plan(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A folder with config.json, a .json file, owner/model of the Hub, or package.module:attribute."
-        ),
-    ],
+    model: asked.MODEL,
     ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks.")] = None,
     ranks_per_node: Annotated[
         int | None, typer.Option(min=1, help="Of them, on each node. Default: the machine's; else the most, up to 8.")
@@ -56,7 +52,7 @@ def plan(
     experts_per_token: Annotated[
         int | None, typer.Option(min=1, help="Of a mixture, those that a token is sent to. Default: the config's.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of weights: fp32, bf16, fp16, or 'own'.")] = "own",
+    dtype: asked.DTYPE = "own",
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
     policy: Annotated[str, typer.Option(help="auto, cpu, cuda, static or disk.")] = "auto",
     shard_param_frac: Annotated[
@@ -71,9 +67,7 @@ def plan(
     gradient_accumulation_steps: Annotated[
         int, typer.Option(min=1, help="Micro-batches of a step, each of --batch sequences.")
     ] = 1,
-    optim_states: Annotated[
-        int, typer.Option(min=0, help="States per element of the optimizer: 2 for Adam, 0 for SGD, 1 with momentum.")
-    ] = OPTIM_STATES,
+    optim_states: asked.OPTIM_STATES = OPTIM_STATES,
     update_in_backward: Annotated[
         bool, typer.Option("--update-in-backward", help="Gradients take no memory: without clipping and micro-batches.")
     ] = False,
@@ -88,7 +82,6 @@ def plan(
     """
     # Imported here, so that `--help` needs no torch.
     from rich.console import Console
-    from rich.text import Text
 
     from gemini.cli.progress import working
 
@@ -101,7 +94,7 @@ def plan(
         from gemini.model.estimate import module_of
         from gemini.settings import Settings
 
-    try:
+    with asked.questions_may_be_wrong(console):
         # This check comes before the machine is measured, which takes time: a misspelled name is told at once.
         check_name(model)
         # Budgets are left out: `Question` adds those of the cluster, and of other clusters that it tries.
@@ -129,10 +122,6 @@ def plan(
         each = Batch(batch, length, activation_checkpointing, experts_per_token, gradient_accumulation_steps)
         with working(console, "planning"):
             found = answer(module, settings, cluster, each, optim_states)
-    except (NotAModel, ValueError, TypeError) as error:
-        # rich reads brackets in a str, such as `list[int]` in a message, as markup. A Text is shown as it is.
-        console.print(Text(str(error), "red"), soft_wrap=True)
-        raise typer.Exit(2) from None
     given = _given(context)
     if json_:
         typer.echo(json.dumps(as_json(model, found, given), indent=1))
@@ -142,7 +131,7 @@ def plan(
     # and in JSON the refusal.
     if found.refusal is not None:
         if json_:
-            console.print(Text(f"does not fit: {found.in_the_way}", "red"), soft_wrap=True)
+            asked.say(console, f"does not fit: {found.in_the_way}", "red")
             show_remedies(model, found, console, given)
         raise typer.Exit(1)
 

@@ -10,10 +10,10 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from torch import nn
 
-from gemini.cli.amounts import UNITS, as_option, count, in_words
+from gemini.cli.amounts import as_option, count, in_words, unit_of
+from gemini.cli.asked import say
 from gemini.cli.model import with_options
 from gemini.cli.question import Batch, Cluster, Question
 from gemini.cli.remedies import Options, Remedy, command_of, in_the_way, larger_batch, remedies_of
@@ -22,7 +22,7 @@ from gemini.memory.modes import uncollected
 from gemini.model.estimate import num_parameters_of, packed_of
 from gemini.model.workload import blocks_of, gradient_bytes, workload_of
 from gemini.placement.budget import ACTIVATION_FRACTION, LESS_FOR_ACTIVATIONS, Budget, FreeBytes
-from gemini.placement.cost import ModelledStep, MovedBytes, modelled_step, moves_of
+from gemini.placement.cost import KERNELS, ModelledStep, MovedBytes, modelled_step, moves_of
 from gemini.placement.demand import OPTIM_STATES, Dtype, Tier
 from gemini.placement.machines import MACHINES, Rates
 from gemini.placement.plan import Plan
@@ -206,6 +206,8 @@ class _Answering:
                 question.dtype.name,
                 rates,
                 question.cluster.ranks,
+                kept_bytes=self._kept_bytes(),
+                defers=question.settings.deferred_update is not False and not question.cluster.is_emulated,
             )
         except ValueError as error:
             # The rates have none for the dtype of the products, such as float64: the plan is an answer all the same.
@@ -219,6 +221,12 @@ class _Answering:
         if rates.collective_s == 0 and question.cluster.ranks.count > 1:
             notes.append("Launches of collectives are not in the modelled time: these rates have none.")
         return step
+
+    def _kept_bytes(self) -> int:
+        """Activations that all micro-batches keep without checkpointing. 0: the formulas do not cover the model."""
+        batch, work = self._question.batch, self._question.workload
+        kept = work.activation_bytes(batch.tokens, is_checkpointed=False) if work.covers_activations else 0
+        return batch.micro_batches * kept
 
 
 def _more_on_the_device(question: Question, plan: Plan) -> Iterator[Remedy]:
@@ -331,6 +339,7 @@ def as_json(name: str, found: Answer, given: Options = ()) -> dict[str, Any]:
     if step is not None:
         shown["modelled"] = {
             "seconds_by_part": dict(step.parts),
+            "seconds": None if found.cluster.is_emulated else step.likely_seconds,
             "seconds_without_overlap": step.seconds,
             "seconds_with_all_overlap": step.least_seconds,
             "tokens_per_s_without_overlap": found.tokens / step.seconds,
@@ -370,7 +379,7 @@ def show(name: str, found: Answer, console: Console, given: Options = ()) -> Non
     lines.append(f"{sequences} on each rank{times}{checkpointed}")
     # With `soft_wrap` the terminal breaks long lines, and rich does not: a line that is copied stays whole.
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)
     if plan is not None:
         _show_bytes(found, console)
     whole, checked = found.activations
@@ -380,7 +389,7 @@ def show(name: str, found: Answer, console: Console, given: Options = ()) -> Non
         others = (
             f"Activations and gradients before their chunks take them: at most {in_words(whole)}, {with_it} (bounds)."
         )
-    console.print(Text(others), soft_wrap=True)
+    say(console, others)
     if plan is None or found.predicted is None:
         show_remedies(name, found, console, given)
         return
@@ -388,10 +397,10 @@ def show(name: str, found: Answer, console: Console, given: Options = ()) -> Non
     # Here the words say that activations are missing, so model data alone can be shown.
     peak, beside = found.predicted.device_peak + (activations or 0), " besides activations" * (activations is None)
     of = "" if found.cluster.device_bytes is None else f" of {in_words(found.cluster.device_bytes)}"
-    console.print(Text(f"Predicted peak on the device{beside}: {in_words(peak)}{of}."), soft_wrap=True)
+    say(console, f"Predicted peak on the device{beside}: {in_words(peak)}{of}.")
     _show_step(found, console)
     for sentence in found.notes:
-        console.print(Text(sentence), soft_wrap=True)
+        say(console, sentence)
     show_remedies(name, found, console, given)
 
 
@@ -419,11 +428,11 @@ def show_remedies(name: str, found: Answer, console: Console, given: Options = (
     if not found.remedies:
         return
     head = "This fits too:" if found.plan is not None else "This would fit, the cheapest first; each was planned:"
-    console.print(Text(head), soft_wrap=True)
+    say(console, head)
     for each in found.remedies:
         if each.options:
-            console.print(Text(f"  {command_of(name, given, each.options)}", "bold"), soft_wrap=True)
-        console.print(Text(f"{'    ' if each.options else '  '}{each.words}"), soft_wrap=True)
+            say(console, f"  {command_of(name, given, each.options)}", "bold")
+        say(console, f"{'    ' if each.options else '  '}{each.words}")
 
 
 def _show_bytes(found: Answer, console: Console) -> None:
@@ -436,8 +445,7 @@ def _show_bytes(found: Answer, console: Console) -> None:
     in_all = plan.device_bytes + (activations or 0), plan.host_bytes + passing, plan.placement.disk_bytes(plan.demand)
     # Without a disk there is no column for one.
     num_tiers = len(in_all) if plan.settings.disk_path is not None else 2
-    # One unit for the whole table, by its largest sum, so that the digits of rows can be compared.
-    unit, power = next((each for each in UNITS[1:] if max(in_all) >= 10 ** each[1]), UNITS[-1])
+    unit, power = unit_of(max(in_all))
 
     def cell(num_bytes: int | None) -> str:
         # An empty cell in the row "memory there is" means that no bound is known.
@@ -469,18 +477,6 @@ def _show_step(found: Answer, console: Console) -> None:
     # Among the notes stands why no step is modelled.
     if step is None or rates is None or moves is None:
         return
-    # The keys are those of `ModelledStep.parts`, which leaves out collectives where there is one rank.
-    amounts = {
-        "forward and backward": f"{step.flops / 1e12:,.4g} TFLOP",
-        "host to device": in_words(moves.to_device_bytes),
-        "device to host": in_words(moves.to_host_bytes),
-        "gathers": f"{in_words(moves.gathered_bytes)} in {moves.num_gathers} launches",
-        "exchanges": f"{in_words(moves.exchanged_bytes)} in {moves.num_exchanges} launches",
-        "update on the device": in_words(moves.device_update_bytes),
-        "update on the host": in_words(moves.host_update_bytes),
-        "disk to host": in_words(moves.from_disk_bytes),
-        "host to disk": in_words(moves.to_disk_bytes),
-    }
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     # In a narrow terminal rich would cut digits off, so the rates, which are no result, are left out.
     columns = ("a step, modelled", "amount", "seconds", "rate")[: 4 if console.width >= _COLUMNS else 3]
@@ -488,36 +484,60 @@ def _show_step(found: Answer, console: Console) -> None:
         table.add_column(head, justify="left" if head.startswith("a step") else "right", no_wrap=True)
     for part, seconds in step.parts.items():
         shown = "not known" if seconds is None else f"{seconds:,.4g}"
-        cells = part, amounts[part], shown, _rate(part, found.dtype.name, rates)
-        table.add_row(*cells[: len(columns)])
+        amount, rate = _amount_and_rate(part, step, moves, rates, found.dtype.name)
+        table.add_row(*(part, amount, shown, rate)[: len(columns)])
     console.print(table)
     slow, fast = found.tokens / step.seconds, found.tokens / step.least_seconds
+    likely = [] if found.cluster.is_emulated else [_likely(found, step)]
     ranks = found.cluster.ranks.count
     of = "" if ranks == 1 else f" on {count(ranks, 'rank')} together"
     lines = [
-        f"Modelled step: {step.seconds:.3g} s if nothing overlaps ({step.utilisation:.1%} model FLOP utilisation), "
-        f"{step.least_seconds:.3g} s if all hides behind what takes longest ({step.most_utilisation:.1%}).",
+        *likely,
+        f"{'Bounds' if likely else 'Modelled step'}: {step.seconds:.3g} s if nothing overlaps "
+        f"({step.utilisation:.1%} model FLOP utilisation), {step.least_seconds:.3g} s "
+        f"if all hides behind what takes longest ({step.most_utilisation:.1%}).",
         f"That is {slow:,.0f} to {fast:,.0f} tokens/s{of}.",
         f"Rates: {rates.source}.",
     ]
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)
 
 
-def _rate(part: str, dtype: str, rates: Rates) -> str:
-    """What its amount is divided by; between ranks the slower of two ways counts."""
+def _likely(found: Answer, step: ModelledStep) -> str:
+    """The one figure, where the runtime lets copies and the host's update run beside kernels."""
+    return (
+        f"Modelled step: {step.likely_seconds:.3g} s, {found.tokens / step.likely_seconds:,.0f} tokens/s, with "
+        "copies and the host's update beside kernels as they run."
+    )
+
+
+# The amount and the rate of each part of a modelled step that is bytes, as they are called in `MovedBytes` and `Rates`.
+_PARTS = {
+    "host to device": ("to_device_bytes", "to_device_bytes_per_s"),
+    "device to host": ("to_host_bytes", "to_host_bytes_per_s"),
+    "update on the device": ("device_update_bytes", "device_update_bytes_per_s"),
+    "update on the host": ("host_update_bytes", "host_update_bytes_per_s"),
+    "disk to host": ("from_disk_bytes", "disk_read_bytes_per_s"),
+    "host to disk": ("to_disk_bytes", "disk_write_bytes_per_s"),
+    "gathers": ("gathered_bytes", "num_gathers"),
+    "exchanges": ("exchanged_bytes", "num_exchanges"),
+}
+
+
+def _amount_and_rate(part: str, step: ModelledStep, moves: MovedBytes, rates: Rates, dtype: str) -> tuple[str, str]:
+    """What a part takes, and what that is divided by; between ranks the slower of two ways counts."""
     if part == "forward and backward":
         # `modelled_step` has refused rates without this dtype.
-        return f"{rates.flops_per_s[dtype] / 1e12:,.3g} TFLOP/s"
-    if part in ("gathers", "exchanges"):
-        ways = (("node", rates.node_bytes_per_s), ("network", rates.network_bytes_per_s))
-        return ", ".join(f"{name} {value / 1e9:,.3g} GB/s" for name, value in ways if value is not None)
-    value = {
-        "host to device": rates.to_device_bytes_per_s,
-        "device to host": rates.to_host_bytes_per_s,
-        "update on the device": rates.device_update_bytes_per_s,
-        "update on the host": rates.host_update_bytes_per_s,
-        "disk to host": rates.disk_read_bytes_per_s,
-        "host to disk": rates.disk_write_bytes_per_s,
-    }[part]
-    return "" if value is None else f"{value / 1e9:,.3g} GB/s"
+        return f"{step.flops / 1e12:,.4g} TFLOP", f"{rates.flops_per_s[dtype] / 1e12:,.3g} TFLOP/s"
+    if part == KERNELS:
+        value: float | None = rates.device_memory_bytes_per_s
+        amount = int((step.parts[KERNELS] or 0.0) * rates.device_memory_bytes_per_s)
+    else:
+        name, other = _PARTS[part]
+        amount = getattr(moves, name)
+        if part in ("gathers", "exchanges"):
+            ways = (("node", rates.node_bytes_per_s), ("network", rates.network_bytes_per_s))
+            shown = ", ".join(f"{way} {rate / 1e9:,.3g} GB/s" for way, rate in ways if rate is not None)
+            return f"{in_words(amount)} in {getattr(moves, other)} launches", shown
+        value = getattr(rates, other)
+    return in_words(amount), "" if value is None else f"{value / 1e9:,.3g} GB/s"

@@ -359,46 +359,76 @@ _OF_TRAINING = Kind.GRAD, Kind.OPTIM, "gradient slots", "scratch"
 
 def say(engine: Engine) -> None:
     """Log the table on rank 0 at level INFO, with colours if stderr is a terminal. Local."""
+    _log("the engine decided", lambda width, shows: in_words(engine, width, shows))
+
+
+def say_model(model: ShardedModel, lines: Iterable[str] = ()) -> None:
+    """Log what is decided of a model that another library trains, as `say` does. Local.
+
+    lines: what to say behind the table.
+    """
+    table = _table([*_of_model(model), *_of_chunks(model)], _bytes(model, trains=True), "why: model.plan.explain()")
+    _log("gemini decided", lambda width, shows: "\n".join([_printed(table, width, shows), *lines]))
+
+
+def _log(title: str, text: Callable[[int, bool], str]) -> None:
     # The logger writes to stderr, wherever stdout goes.
     shows = sys.stderr.isatty()
     width = shutil.get_terminal_size().columns if shows else _FILE_WIDTH
-    get_dist_logger().info(f"the engine decided\n{in_words(engine, width, shows)}", ranks=[0])
+    get_dist_logger().info(f"{title}\n{text(width, shows)}", ranks=[0])
 
 
 def in_words(engine: Engine, width: int, is_terminal: bool = False) -> str:
-    """The table as text, `width` columns wide. Local."""
+    """The table as text, `width` columns wide: decisions, the bytes of a rank, then keys without effect. Local."""
+    # A plan counts what training with Adam takes until an optimizer comes, and an engine without one trains nothing.
+    amounts = _bytes(engine.model, trains=engine.optimizer is not None)
+    table = _table(_decisions(engine), amounts, "why: engine.model.plan.explain()", engine.config.ignored)
+    return _printed(table, width, is_terminal)
+
+
+def _printed(table: Table, width: int, is_terminal: bool) -> str:
     # The console writes into a string, which rich colours only if it is forced to.
     console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal)
-    console.print(table_of(engine))
+    console.print(table)
     assert isinstance(console.file, io.StringIO)
     # rich fills each line up to the width. A log file needs no blanks at the ends of its lines.
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def table_of(engine: Engine) -> Table:
-    """One row for each decision, then the bytes of a rank, then the keys of the config that have no effect. Local."""
-    table = Table(box=box.HORIZONTALS, show_header=False, caption="why: engine.model.plan.explain()")
+def _table(
+    decisions: Iterable[tuple[str, str]], amounts: Table, caption: str, ignored: Iterable[tuple[str, str]] = ()
+) -> Table:
+    table = Table(box=box.HORIZONTALS, show_header=False, caption=caption)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, words in _decisions(engine):
+    for name, words in decisions:
         table.add_row(name, Text(words))
     table.add_section()
-    table.add_row("on each rank", _bytes(engine))
-    if engine.config.ignored:
+    table.add_row("on each rank", amounts)
+    if ignored:
         table.add_section()
-        ignored = "\n".join(f"{key}: {instead}" for key, instead in engine.config.ignored)
         # rich reads a str as markup: what stands in brackets would be taken for a style, and not be shown.
-        table.add_row("without effect", Text(ignored))
+        table.add_row("without effect", Text("\n".join(f"{key}: {instead}" for key, instead in ignored)))
     return table
 
 
-def _decisions(engine: Engine) -> Iterator[tuple[str, str]]:
-    config, plan, sizes = engine.config, engine.model.plan, engine.batch_sizes
-    ranks = f"{engine.model.world_size} rank{'s' * (engine.model.world_size > 1)}"
+def _of_model(model: ShardedModel) -> Iterator[tuple[str, str]]:
     # Chunks are asked, not the config: without `dtype` weights keep the module's own dtypes.
-    dtypes = dict.fromkeys(str(chunk.dtype).removeprefix("torch.") for chunk in engine.chunk_manager.chunks)
-    yield "stage", f"{engine.model.settings.stage}, {ranks}"
+    dtypes = dict.fromkeys(str(chunk.dtype).removeprefix("torch.") for chunk in model.chunk_manager.chunks)
+    yield "stage", f"{model.settings.stage}, {model.world_size} rank{'s' * (model.world_size > 1)}"
     yield "weights", ", ".join(dtypes)
+
+
+def _of_chunks(model: ShardedModel) -> Iterator[tuple[str, str]]:
+    plan = model.plan
+    yield "placement", plan.policy
+    how = "as given" if plan.packing.searched is None else "searched"
+    yield "chunks", f"{len(plan.packing.chunks)} of up to {format_bytes(plan.packing.chunk_bytes)}, {how}"
+
+
+def _decisions(engine: Engine) -> Iterator[tuple[str, str]]:
+    config, sizes = engine.config, engine.batch_sizes
+    yield from _of_model(engine.model)
     yield "optimizer", _optimizer(engine)
     yield "schedule", _schedule(engine)
     yield "gradient clipping", "none" if config.clip_grad_norm is None else f"to a norm of {config.clip_grad_norm:g}"
@@ -406,9 +436,7 @@ def _decisions(engine: Engine) -> Iterator[tuple[str, str]]:
     micro = "batches as the loader has them" if sizes.micro is None else f"{sizes.micro} samples a forward"
     window = f"{sizes.accumulation} forward{'s' * (sizes.accumulation > 1)} a step"
     yield "batch", f"{micro}, {window}" + (f", {sizes.train} samples a step over all ranks" if sizes.train else "")
-    yield "placement", plan.policy
-    how = "as given" if plan.packing.searched is None else "searched"
-    yield "chunks", f"{len(plan.packing.chunks)} of up to {format_bytes(plan.packing.chunk_bytes)}, {how}"
+    yield from _of_chunks(engine.model)
 
 
 def _optimizer(engine: Engine) -> str:
@@ -437,13 +465,12 @@ def _schedule(engine: Engine) -> str:
     return type(engine.lr_scheduler).__name__ if named is None else named.type
 
 
-def _bytes(engine: Engine) -> Table:
+def _bytes(model: ShardedModel, trains: bool) -> Table:
     """The bytes of one rank. Rows: states, slots and buffers. Columns: tiers."""
-    plan = engine.model.plan
+    plan = model.plan
     tiers = [tier for tier in Tier if tier is not Tier.DISK or plan.placement.disk_bytes(plan.demand)]
     found = {tier: plan.placement.bytes_by_kind(plan.demand, tier) for tier in tiers}
-    # A plan counts what training with Adam takes until an optimizer comes, and this engine trains nothing.
-    if engine.optimizer is None:
+    if not trains:
         for of_tier in found.values():
             of_tier |= dict.fromkeys(_OF_TRAINING, 0)
     table = Table.grid(padding=(0, 2))

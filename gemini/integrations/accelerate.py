@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import torch
-import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DDPCommunicationHookType
@@ -27,18 +25,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gemini.engine.config import Config
-from gemini.engine.initialize import Source, agreed_config
+from gemini.engine.initialize import Source, say_model
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.shared import (
+    MIXED,
+    config_of_all_ranks,
     ending_together,
     load_shards,
     mixed_weights,
+    refuse_kind,
+    refuse_made_elsewhere,
     refuse_unknown_ranks,
     save_shards,
+    was_skipped,
     window_of,
     without_effect,
 )
-from gemini.launch import launched_config
 from gemini.log import get_dist_logger
 from gemini.model.plain import GatheredParameters
 from gemini.model.sharded_model import ShardedModel
@@ -113,11 +115,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last step changed nothing, since a gradient was not finite: schedules stay then. Local."""
         # Accelerate's own flag is set by its GradScaler alone, which does not exist here.
-        report = self.optimizer.last_step
-        return report is not None and report.skipped is not None
-
-
-MIXED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+        return was_skipped(self.optimizer)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -139,6 +137,7 @@ class Accelerator(accelerate.Accelerator):
     models themselves, and for "fp8".
 
     Example:
+        >>> import torch
         >>> accelerator = Accelerator(cpu=True, gemini={"stage": 3, "device_memory": "1GiB"})
         >>> model = torch.nn.Linear(8, 1)
         >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -154,31 +153,21 @@ class Accelerator(accelerate.Accelerator):
         if mixed not in MIXED:
             raise UnsupportedError(f"mixed_precision={mixed!r} is not possible with gemini: choose {', '.join(MIXED)}")
         super().__init__(**given, mixed_precision="no")  # ours is a dtype of weights, and no autocast
-        # NO is one process; MULTI_CPU, MULTI_GPU and their like are plain data parallelism.
-        kind = self.distributed_type.value
-        if kind != "NO" and not kind.startswith("MULTI_"):
-            raise UnsupportedError(f"Accelerate is set to {kind}, which shards or moves models itself: {PLAIN}")
+        refuse_kind(self.distributed_type.value, PLAIN)
         if self.ddp_handler is not None and self.ddp_handler.comm_hook != DDPCommunicationHookType.NO:
             raise UnsupportedError(
                 "a comm_hook of DistributedDataParallelKwargs is not called, as no model is in DDP: give "
                 "gemini=dict(reduce_dtype='bf16') or 'fp16' for gradients that travel in 16 bits"
             )
         refuse_unknown_ranks(self.num_processes, "Accelerate", "give Accelerator(cpu=True)")
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        auto = {"bf16.enabled": mixed == "bf16", "fp16.enabled": mixed == "fp16"}
-        config = agreed_config(launched_config() if gemini is None else gemini, group, auto=auto)
+        config = config_of_all_ranks(gemini, {"bf16.enabled": mixed == "bf16", "fp16.enabled": mixed == "fp16"})
         self.gemini: Config = config
         """The config, with defaults in place of what it does not say."""
         self._weights = mixed_weights(config, MIXED[mixed], f"mixed_precision is {mixed!r}")
         # Scripts read `mixed_precision` to cast what they do not prepare, so a dtype of the config counts too.
         own = next((name for name, dtype in MIXED.items() if config.dtype in (dtype, name)), "no")
         self._mixed_precision = own if mixed == "no" else mixed
-        for name in ("optimizer", "scheduler"):
-            if getattr(config, name) is not None:
-                raise ConfigError(
-                    f"'{name}' in the config: with Accelerate the script makes it and gives it to prepare(): leave it "
-                    "out of the config"
-                )
+        refuse_made_elsewhere(config, "with Accelerate the script makes it and gives it to prepare()")
         # Nodes that have disks of their own have no folder in common, for which parts would be enough.
         self._saves_whole = save_whole_state or self.project_configuration.save_on_each_node
         self._saves_parts = False  # inside a `save_state` that does
@@ -253,7 +242,7 @@ class Accelerator(accelerate.Accelerator):
         # `_take_accumulation` has put the config's number there, if it has one.
         settings = replace(self.gemini.settings(), gradient_accumulation_steps=self.gradient_accumulation_steps)
         sharded_model = ShardedModel(model, settings=settings, device=device, dtype=self._weights)
-        self._say(sharded_model.plan.explain().splitlines())
+        say_model(sharded_model)
         return sharded_model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:

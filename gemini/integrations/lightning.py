@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -30,18 +29,19 @@ from gemini.access.link import Link
 from gemini.access.parameter_link import any_link_of
 from gemini.building.zero_init import ZeroInitContext
 from gemini.engine.config import Config, load_config
-from gemini.engine.initialize import Source, agreed_config
+from gemini.engine.initialize import Source, say_model
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.shared import (
+    config_of_all_ranks,
     ending_together,
     load_shards,
     mixed_weights,
+    refuse_made_elsewhere,
     save_shards,
     window_of,
     without_effect,
 )
 from gemini.launch import launched_config
-from gemini.log import get_dist_logger
 from gemini.model.operators import cast_tensors
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
@@ -224,12 +224,7 @@ class GeminiStrategy(DDPStrategy):
         self._source = fields or (launched_config() if config is None else config)
         self.config = load_config(self._source)
         """What to shard and where, with defaults in place of what the config does not say."""
-        for name in ("optimizer", "scheduler"):
-            if getattr(self.config, name) is not None:
-                raise ConfigError(
-                    f"{name!r} in the config: with Lightning configure_optimizers() makes it: leave it out of "
-                    "the config"
-                )
+        refuse_made_elsewhere(self.config, "with Lightning configure_optimizers() makes it")
         self._sharded: ShardedModel | None = None
         self._fitted: ShardedOptimizer | None = None  # of the last fit
 
@@ -323,8 +318,7 @@ class GeminiStrategy(DDPStrategy):
             return self._sharded
         if is_sharded(module):
             return module  # type: ignore[no-any-return]
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        config = agreed_config(self._source, group, auto=self._precision.auto)
+        config = config_of_all_ranks(self._source, self._precision.auto)
         weights = self._precision.weights(config, module)
         device = self.root_device if config.device is None else config.device
         settings = config.settings()
@@ -332,8 +326,7 @@ class GeminiStrategy(DDPStrategy):
         if window is not None:
             settings = replace(settings, gradient_accumulation_steps=window)
         self._sharded = ShardedModel(module, settings=settings, device=device, dtype=weights)
-        lines = self._sharded.plan.explain().splitlines()
-        get_dist_logger().info("\n".join(["", *lines, *without_effect(config)]), ranks=[0])
+        say_model(self._sharded, without_effect(config))
         return self._sharded
 
     def _shard(self, optimizer: Optimizer) -> Optimizer:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from gemini.checkpoint.loading import load_checkpoint
 from gemini.checkpoint.saving import save_checkpoint
 from gemini.engine.config import Config
+from gemini.engine.initialize import Source, agreed_config
 from gemini.errors import CheckpointError, ConfigError, UnsupportedError
+from gemini.launch import launched_config
 from gemini.log import get_dist_logger
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
@@ -24,6 +27,10 @@ from sharding import Collectives
 # Autocast keeps fp32 weights and casts them for every operation. A sharded model has the weights themselves in 16 bits
 # and their fp32 masters where the optimizer state is: less memory and traffic, and the same precision of updates. What
 # goes in and what comes out is cast at the model's border, so that the script around it computes in fp32 as before.
+
+
+MIXED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What transformers and Accelerate call mixed precision, and the dtype of the weights that it means here."""
 
 
 def mixed_weights(config: Config, mixed: torch.dtype | None, said: str) -> Weights:
@@ -72,21 +79,52 @@ def window_of(config: Config, world_size: int) -> int | None:
     return config.batch_sizes(world_size).accumulation
 
 
-def without_effect(config: Config) -> list[str]:
-    """A line for each key that changes nothing, with what happens instead. Local."""
+def without_effect(config: Config, elsewhere: Mapping[str, str] = _DECIDED_ELSEWHERE) -> list[str]:
+    """A line for each key that changes nothing, with what happens instead. Local.
+
+    elsewhere: what the script or its library decides, by the config's field.
+    """
     # A key that is left at its default asks for nothing, so it needs no line.
-    here = {
-        name: instead
-        for name, instead in _DECIDED_ELSEWHERE.items()
-        if getattr(config, name) != getattr(_DEFAULT, name)
-    }
+    here = {name: its for name, its in elsewhere.items() if getattr(config, name) != getattr(_DEFAULT, name)}
     return [f"without effect: {key}: {instead}" for key, instead in [*config.ignored, *here.items()]]
+
+
+def refuse_made_elsewhere(config: Config, where: str) -> None:
+    """Raises ConfigError for a config with an optimizer or a schedule, where these are made elsewhere. Local."""
+    for name in ("optimizer", "scheduler"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"{name!r} in the config: {where}: leave it out of the config")
+
+
+def was_skipped(optimizer: ShardedOptimizer) -> bool:
+    """Whether the last step changed nothing, since a gradient was not finite: schedules stay then. Local."""
+    report = optimizer.last_step
+    return report is not None and report.skipped is not None
+
+
+def config_of_all_ranks(source: Source, auto: Mapping[str, Any]) -> Config:
+    """The config, if all ranks of the default group have the same one. Collective. Raises as `agreed_config` does.
+
+    source: None: what `gemini.launch_from_torch(config=...)` was given, else all defaults.
+    """
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return agreed_config(launched_config() if source is None else source, group, auto=auto)
 
 
 # -- Ranks in another library's loop: whether it counts all of them, failures of which all must hear, common files.
 
 
 _TAG = "state"
+
+
+def refuse_kind(kind: str, instead: str) -> None:
+    """Raises UnsupportedError where `accelerate launch` was told to shard models by another library. Local.
+
+    kind: Accelerate's word for how processes train together. NO is one process; MULTI_GPU, MULTI_CPU and their like are
+    plain data parallelism. instead: what to write.
+    """
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise UnsupportedError(f"Accelerate is set to {kind}, which shards or moves models itself: {instead}")
 
 
 def refuse_unknown_ranks(known: int, whose: str, remedy: str) -> None:

@@ -18,7 +18,6 @@ from typing import Any, get_args
 
 import accelerate
 import torch
-import torch.distributed as dist
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
@@ -27,19 +26,22 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gemini.engine.config import Config
 from gemini.engine.config.config import SETTINGS, OptimizerConfig
-from gemini.engine.initialize import Source, agreed_config, scheduler_of
+from gemini.engine.initialize import Source, say_model, scheduler_of
 from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError, UnsupportedError
 from gemini.integrations.shared import (
+    MIXED,
+    config_of_all_ranks,
     ending_together,
     folder_of_rank_0,
     load_shards,
     mixed_weights,
+    refuse_kind,
     refuse_unknown_ranks,
     save_shards,
+    was_skipped,
+    without_effect,
 )
-from gemini.launch import launched_config
-from gemini.log import get_dist_logger
 from gemini.model.plain import GatheredParameters
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer, refuse_clipping
@@ -81,15 +83,6 @@ class TrainerAccelerator(accelerate.Accelerator):
     settings_of_others: Settings | None = None  # of models that are evaluated beside the one that trains
     is_bounded = False  # the user bounds the memory of the one that trains
     others: tuple[ShardedModel, ...] = ()
-
-    def check(self) -> None:
-        """Raises UnsupportedError where `accelerate launch` was told to shard models by another library. Local."""
-        kind = self.distributed_type.value
-        if kind != "NO" and not kind.startswith("MULTI_"):
-            raise UnsupportedError(
-                f"Accelerate is set to {kind}, which shards or moves models itself: choose its plain training on "
-                "several processes (torchrun, or accelerate launch --multi_gpu)"
-            )
 
     @property
     def its_optimizer(self) -> ShardedOptimizer:
@@ -139,8 +132,7 @@ class TrainerAccelerator(accelerate.Accelerator):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """The schedule stays where a gradient was not finite."""
-        report = self.its_optimizer.last_step
-        return report is not None and report.skipped is not None
+        return self.sharded_optimizer is not None and was_skipped(self.sharded_optimizer)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -160,14 +152,13 @@ class TrainerAccelerator(accelerate.Accelerator):
 
 
 _SAVES_ON_ALL_RANKS = "5.23"
-DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PLAIN = "choose its plain training on several processes (torchrun, or accelerate launch --multi_gpu)"
 _OPTIMIZER = {
     "lr": lambda args: args.learning_rate,
     "betas": lambda args: [args.adam_beta1, args.adam_beta2],
     "eps": lambda args: args.adam_epsilon,
     "weight_decay": lambda args: args.weight_decay,
 }
-_DEFAULT = Config()
 _SAID_BY_ARGUMENTS = {
     "monitors": "report_to of TrainingArguments says where metrics go",
     "steps_per_print": "logging_steps of TrainingArguments does it",
@@ -190,8 +181,8 @@ _REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "fp16_full_eval": (lambda args: args.fp16_full_eval, "casts the model: give fp16=True, and weights are fp16"),
     "bf16_full_eval": (lambda args: args.bf16_full_eval, "casts the model: give bf16=True, and weights are bf16"),
     "mixed_precision": (
-        lambda args: args.mixed_precision not in DTYPES and args.mixed_precision,
-        f"is not one of {', '.join(DTYPES)}",
+        lambda args: args.mixed_precision not in MIXED and args.mixed_precision,
+        f"is not one of {', '.join(MIXED)}",
     ),
 }
 
@@ -298,16 +289,6 @@ def fused(kind: Any, arguments: dict[str, Any]) -> tuple[type[torch.optim.Optimi
     return (HybridAdam, other_arguments) if is_fused else None
 
 
-def without_effect(config: Config) -> list[tuple[str, str]]:
-    """Keys of the config that change nothing, and what happens instead. Local."""
-    said = {
-        name: instead
-        for name, instead in _SAID_BY_ARGUMENTS.items()
-        if getattr(config, name) != getattr(_DEFAULT, name)
-    }
-    return [*config.ignored, *said.items()]
-
-
 def _train_batch_size(args: Any) -> int:
     # Samples that make one optimizer step, over all ranks.
     size: int = args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -397,6 +378,8 @@ class ShardedTraining(_Trainer):
     model_wrapped: Any
     optimizer_cls_and_kwargs: Any
     _created_lr_scheduler: bool
+    preset: Source = None
+    """The config of a class that another library makes, which has no argument for one."""
 
     def __init__(
         self,
@@ -408,7 +391,8 @@ class ShardedTraining(_Trainer):
     ) -> None:
         init = own_init(type(self))
         # By name, as Trainers of other libraries have other arguments behind the model.
-        named = by_name(init, (model, *others))
+        # The model alone is given by its name where theirs is not the first one, as in Trainers of LLaMA-Factory.
+        named = by_name(init, (model, *others)) if others else {"model": model}
         others = () if named is not None else others
         more = {**({"args": others[0]} if others else {}), **more}
         # As with any function: an argument by position and by name is given twice.
@@ -430,7 +414,8 @@ class ShardedTraining(_Trainer):
         if not args.save_on_each_node:
             args.output_dir = folder_of_rank_0(args.output_dir)
         self._sharded: ShardedModel | None = None
-        self._source = launched_config() if config is None else config
+        config = self.preset if config is None else config
+        self._source = config
         self.sharding = self._read(args, _SOME_STEPS)
         """The config, with defaults in place of what it does not say."""
         self._settings = self._settings_of(args, options)
@@ -456,15 +441,14 @@ class ShardedTraining(_Trainer):
     # -- the config
 
     def _read(self, args: Any, num_training_steps: int) -> Config:
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        config = agreed_config(self._source, group, auto=auto_values(args, num_training_steps))
+        config = config_of_all_ranks(self._source, auto_values(args, num_training_steps))
         refuse_contradictions(config, args)
         return config
 
     def _settings_of(self, args: Any, options: dict[str, Any]) -> Settings:
         fields = {name: getattr(self.sharding, name) for name in SETTINGS} | options
         config = self.sharding.model_copy(update=fields)
-        mixed = DTYPES[args.mixed_precision]
+        mixed = MIXED[args.mixed_precision]
         if mixed is None and config.dtype in HALF_DTYPES:  # collators make fp32 inputs, whoever said it
             mixed = config.dtype
         dtype = mixed_weights(config, mixed, f"TrainingArguments say {args.mixed_precision}")
@@ -477,7 +461,7 @@ class ShardedTraining(_Trainer):
         return Settings(**fields)
 
     def _adopt(self, model: ShardedModel, args: Any, has_settings: bool) -> None:
-        if has_settings or DTYPES[args.mixed_precision] is not None:
+        if has_settings or MIXED[args.mixed_precision] is not None:
             raise ConfigError(
                 "the model is a ShardedModel already: give the plain module, or give config, dtype (in place of "
                 "bf16=True and fp16=True of TrainingArguments), stage and budgets to ShardedModel(...)"
@@ -494,8 +478,7 @@ class ShardedTraining(_Trainer):
             # Accelerate compiles what it prepares, and a sharded model is not prepared by it.
             if self.args.torch_compile:
                 self._sharded.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
-            lines = [f"without effect: {key}: {instead}" for key, instead in without_effect(self.sharding)]
-            get_dist_logger().info("\n".join(["", self._sharded.plan.explain(), *lines]), ranks=[0])
+            say_model(self._sharded, without_effect(self.sharding, _SAID_BY_ARGUMENTS))
         return self._sharded
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -512,7 +495,7 @@ class ShardedTraining(_Trainer):
         # The Trainer constructs `accelerate.Accelerator` by that name, so the finished object changes its class. This
         # is safe because `TrainerAccelerator` has no state that `__init__` would set.
         self.accelerator.__class__ = TrainerAccelerator
-        self.accelerator.check()
+        refuse_kind(self.accelerator.distributed_type.value, _PLAIN)
         self.accelerator.settings_of_others = beside(self._settings)
         self.accelerator.is_bounded = is_bounded(self._settings)
 
@@ -674,6 +657,19 @@ def _newest_whole(folder: str) -> str | None:
     numbered = [path for path in found if path.name.rpartition("-")[2].isdigit()]
     newest = max(numbered, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
     return None if newest is None else str(newest)
+
+
+def sharded_class(theirs: type, config: Source = None) -> type:
+    """A class that trains as the Trainer `theirs` does, sharded by `config`, for a library that makes it. Local.
+
+    config: as of `ShardedTraining`. Raises TypeError for a class that is no Trainer.
+    """
+    if not issubclass(theirs, transformers.Trainer):
+        raise TypeError(f"{theirs.__name__} is no transformers.Trainer, and cannot be sharded as one")
+    said = (
+        f"`{theirs.__name__}`, sharded. Every rank makes and calls it alike. Raises what theirs and our Trainer raise."
+    )
+    return type(theirs.__name__, (ShardedTraining, theirs), {"__module__": __name__, "__doc__": said, "preset": config})
 
 
 class Trainer(ShardedTraining, transformers.Trainer):

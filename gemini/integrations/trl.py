@@ -14,7 +14,7 @@ from typing import Any
 import transformers
 import trl
 
-from gemini.integrations.transformers import ShardedTraining
+from gemini.integrations.transformers import ShardedTraining, sharded_class
 
 _trl: Any = trl  # its names are made when they are asked for, which type checkers do not see
 
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
     theirs = getattr(_trl, name, None) if name.endswith("Trainer") else None
     if not isinstance(theirs, type) or not issubclass(theirs, transformers.Trainer):
         raise AttributeError(f"trl {trl.__version__} has no Trainer {name!r}, and gemini.integrations.trl no such name")
-    said = f"`trl.{name}`, sharded. Every rank makes and calls it alike. Raises what TRL's and our Trainer raise."
-    ours = type(name, (ShardedTraining, theirs), {"__module__": __name__, "__doc__": said})
+    ours = sharded_class(theirs)
+    ours.__module__ = __name__
     globals()[name] = ours  # one class for all who ask, as pickle and isinstance expect
     return ours

@@ -86,7 +86,8 @@ def estimate_memory(
     gradients have no memory of their own, as in steps of one micro-batch.
 
     Args:
-        model: a module on any device, "meta" included, or the config of a Hugging Face model.
+        model: a module on any device, "meta" included, or the config of a Hugging Face model, whose dtype is the one
+            that the config says.
         world_size: the number of ranks.
         settings: as for `ShardedModel`. A budget that is not given is no bound: free memory is not read.
         shard_strategy: as for `ShardedModel`.
@@ -166,4 +167,15 @@ def module_of(model: Any) -> nn.Module:
     build = getattr(transformers, names[0], None) or transformers.AutoModelForCausalLM.from_config
     with torch.device("meta"):
         built: nn.Module = build(model)
-    return built
+    # The class alone makes fp32, whatever the weights are that the config describes. A model of several parts may say
+    # the dtype for its text alone.
+    dtype = getattr(model, "dtype", None) or getattr(model.get_text_config(), "dtype", None)
+    return built if dtype is None else of_dtype(built, dtype)
+
+
+def of_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module itself, whose parameters on "meta" have the dtype then. Local."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return module

@@ -203,7 +203,7 @@ def is_prepared(world_size: int) -> bool:
             "budgets to ShardedModel(...)"
         )
     # Accelerate wraps nothing in a single process. Where each of several processes has a whole model of its own, this
-    # answer lets DDP follow, which `refuse_ddp` refuses by name.
+    # answer lets DDP follow, which `refuse_wrappers` refuses by name.
     if world_size == 1 and (kind == "NO" or state.num_processes > 1):
         return False
     if state.mixed_precision != "no":
@@ -218,22 +218,40 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def refuse_ddp() -> RemovableHandle:
-    """Register a hook, once per process, that refuses to put a sharded model into `DistributedDataParallel`.
+def refuse_wrappers() -> RemovableHandle:
+    """Register a hook, once per process, that refuses to put a sharded model into DDP or into a model of peft's.
 
-    The hook runs when DDP registers its module, before it has touched any parameter. The module may contain a sharded
-    model anywhere.
+    The hook runs when the wrapper registers its module, before it has touched any parameter. The module may contain a
+    sharded model anywhere.
     """
-    return register_module_module_registration_hook(_check_ddp)
+    return register_module_module_registration_hook(_check_wrapper)
 
 
-def _check_ddp(parent: nn.Module, name: str, module: Any) -> None:
-    if not isinstance(parent, DistributedDataParallel):
-        return
+def _check_wrapper(parent: nn.Module, name: str, module: Any) -> None:
+    if isinstance(parent, DistributedDataParallel):
+        _check_ddp(parent, module)
+    elif type(parent).__module__.startswith("peft."):
+        _check_peft(parent, module)
+
+
+def _check_ddp(parent: DistributedDataParallel, module: nn.Module) -> None:
     # DDP has filled `parameters_to_ignore` by now, with names as in `module`.
     for name_of_parameter, parameter in module.named_parameters():
         if any_link_of(parameter) is not None and name_of_parameter not in parent.parameters_to_ignore:
             raise cannot_take("DistributedDataParallel", name_of_parameter)
+
+
+def _check_peft(parent: nn.Module, module: Any) -> None:
+    # Adapters that come into a model after it was wrapped are in no chunk, and peft freezes all else: nothing would be
+    # trained. A model that is only built on shards has no chunks yet, and takes adapters.
+    named = module.named_parameters() if isinstance(module, nn.Module) else ()
+    name = next((name for name, parameter in named if link_of(parameter) is not None), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"peft's {type(parent).__name__} would put adapters around parameter {name!r}, which a ShardedModel shards "
+            "already, and they would not be trained: adapt the plain module first, and wrap what comes of it, as in "
+            "ShardedModel(peft.get_peft_model(module, config))"
+        )
 
 
 # -- Checks of the arguments of `ShardedModel`, before anything has changed.

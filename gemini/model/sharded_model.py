@@ -33,7 +33,7 @@ from gemini.model.operators import (
     tensors_in,
     zero_ignored,
 )
-from gemini.model.plain import PlainCopies, check_module, check_wrapped, note_dtypes, refuse_ddp
+from gemini.model.plain import PlainCopies, check_module, check_wrapped, note_dtypes, refuse_wrappers
 from gemini.model.workload import most_activations
 from gemini.model.wrap import LOST, Wrapping, read_free
 from gemini.monitor.device import source_of
@@ -301,7 +301,7 @@ class ShardedModel(FsdpMethods):
     ) -> None:
         publish_exit()
         guard_placeholders()
-        refuse_ddp()
+        refuse_wrappers()
         others = ("module", "process_group", "device_mesh", "settings", "cast_inputs", "output_dtype")
         owner = type(self).__name__
         settings = Settings.of(owner, *others, settings=settings, shard_strategy=shard_strategy, **options)

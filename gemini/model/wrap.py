@@ -37,6 +37,7 @@ from gemini.placement.needs import Packed, whole_exchange_bytes
 from gemini.placement.plan import Plan
 from gemini.placement.policy import PLACE_ALIKE, placement_in_words
 from gemini.placement.search import plan_first
+from gemini.progress import progress
 from gemini.ranks.communicator import Communicator, StepPosition
 from gemini.ranks.mesh import RankMesh
 from gemini.runtime.binding import full_precision, set_all_weights, set_weights
@@ -212,18 +213,20 @@ def move_in(
         chunk.allocate_home(kind, tier, memory, demand.chunks[chunk.index].home_bytes[kind])
 
     # Chunk by chunk: allocate the homes, fill them, and free the memory that the weights had.
-    for chunk in chunks:
-        # The parameter home of a chunk that keeps its slot is a part of that slot's payload: it takes no other memory.
-        if chunk.index in placement.kept:
-            chunk.keep_slot(memory.device)
-        else:
-            take_home(chunk, Kind.PARAM)
-        if has_master[chunk.index]:
-            take_home(chunk, Kind.MASTER)
-        _fill(chunk, communicator, memory.device, moves)
-        chunk.reside_at_home()
-        # The weights' own memory is free by now, but malloc may keep it: see memory/arena.py.
-        freed.note(chunk.payload_bytes)
+    with progress("weights into chunks", sum(chunk.payload_bytes for chunk in chunks)) as told:
+        for chunk in chunks:
+            # The parameter home of a chunk that keeps its slot is a part of that slot's payload: no other memory.
+            if chunk.index in placement.kept:
+                chunk.keep_slot(memory.device)
+            else:
+                take_home(chunk, Kind.PARAM)
+            if has_master[chunk.index]:
+                take_home(chunk, Kind.MASTER)
+            _fill(chunk, communicator, memory.device, moves)
+            chunk.reside_at_home()
+            # The weights' own memory is free by now, but malloc may keep it: see memory/arena.py.
+            freed.note(chunk.payload_bytes)
+            told(chunk.payload_bytes)
 
 
 @torch.no_grad()
@@ -640,7 +643,8 @@ class Wrapping:
         device = self._memory.device.device
         own = bytes_freed(self._places, device, self._device), 0
         free = read_free(settings, own, communicator, self._device)
-        first, refused = plan_first(Packed(spec, settings, communicator.world_size), settings, free)
+        with progress("planning", sum(weight.numel * weight.dtype.itemsize for weight in spec.weights)):
+            first, refused = plan_first(Packed(spec, settings, communicator.world_size), settings, free)
         self._back.chunks = make_chunks(first, by_name, device, communicator.shard_rank, communicator.replica)
         # A policy of the user's was compared by its name alone: its placement may still differ by rank.
         had = placement_in_words(first.placement, first.budget_bytes)

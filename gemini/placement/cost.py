@@ -26,6 +26,7 @@ class MovedBytes:
     Args:
         to_device_bytes: bytes over the link from the host.
         to_host_bytes: bytes over the link to the host.
+        ahead_bytes: bytes over the link from the host that are fetched ahead: kernels do not wait for them.
         gathered_bytes: bytes of the payloads that are gathered from all ranks.
         num_gathers: the number of these gathers.
         exchanged_bytes: bytes of the gradient payloads that ranks exchange, in the dtype in which they travel.
@@ -40,6 +41,7 @@ class MovedBytes:
 
     to_device_bytes: int = 0
     to_host_bytes: int = 0
+    ahead_bytes: int = 0
     gathered_bytes: int = 0
     num_gathers: int = 0
     exchanged_bytes: int = 0
@@ -73,6 +75,7 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
     return MovedBytes(
         to_device_bytes=links.get("host->device", 0),
         to_host_bytes=links.get("device->host", 0),
+        ahead_bytes=predicted.ahead_bytes,
         gathered_bytes=sum(num_bytes for _, num_bytes in gathers),
         num_gathers=sum(count for count, _ in gathers),
         exchanged_bytes=reduced[1],
@@ -159,23 +162,33 @@ class Ranks:
         return self.count // self.on_a_node
 
 
+KERNELS = "kernels beside them"
+_PASSES = 8
+"""How often the kernels between the products read or write what a forward keeps: twice in it, twice where it is
+computed again, and four times in the backward, which reads activations and gradients and writes gradients."""
+
+
 @dataclass(frozen=True)
 class ModelledStep:
     """The modelled seconds of one step.
 
     Args:
-        parts: seconds by part: "forward and backward", "host to device", "device to host", "gathers", "exchanges",
-            "update on the device", "update on the host", "disk to host", "host to disk". None: a rate that it needs is
-            unknown.
+        parts: seconds by part: "forward and backward" (products), "kernels beside them", "host to device", "device to
+            host", "gathers", "exchanges", "update on the device", "update on the host", "disk to host", "host to disk".
+            None: a rate that it needs is unknown.
         flops: FLOPs of one rank's batch, forward and backward, recomputation included.
         model_flops: the same without recomputation.
         peak_flops_per_s: peak rate of the device in the dtype of the weights.
+        ahead_share: the part of the bytes from the host that is fetched ahead.
+        defers: whether the host's update runs beside the next forward.
     """
 
     parts: Mapping[str, float | None]
     flops: float
     model_flops: float
     peak_flops_per_s: float
+    ahead_share: float = 0.0
+    defers: bool = False
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -198,6 +211,26 @@ class ModelledStep:
         return max(busy.values())
 
     @property
+    def likely_seconds(self) -> float:
+        """The time of a step on an accelerator, as the runtime lets its parts run beside each other.
+
+        Kernels wait for what is not fetched ahead. What goes to the host hides behind the backward, and a deferred
+        update of the host behind the next forward, which has a third of the products, or a fourth with recomputation.
+        """
+        own = {name: seconds or 0.0 for name, seconds in self.parts.items()}
+        kernels = own["forward and backward"] + own.get(KERNELS, 0.0)
+        # Weights are fetched once in the forward and once in the backward.
+        waited_for = own["host to device"] * (1 - self.ahead_share) / 2
+        ahead, gathers = own["host to device"] * self.ahead_share / 2, own.get("gathers", 0.0) / 2
+        # States of the disk stream through the host's update.
+        update = max(own["update on the host"], own.get("disk to host", 0.0), own.get("host to disk", 0.0))
+        in_forward = kernels * (self.model_flops / 3 / self.flops if self.flops else 0.0)
+        forward = max(in_forward + waited_for, ahead, gathers, update if self.defers else 0.0)
+        in_backward = kernels - in_forward + waited_for
+        backward = max(in_backward, ahead, own["device to host"], gathers + own.get("exchanges", 0.0))
+        return forward + backward + own["update on the device"] + (0.0 if self.defers else update)
+
+    @property
     def utilisation(self) -> float:
         """Model FLOP utilisation with `seconds` (Chowdhery et al. 2022, PaLM, appendix B)."""
         return self._utilisation(self.seconds)
@@ -213,7 +246,7 @@ class ModelledStep:
 
 # Parts of one resource never overlap. Copies in the two directions of the link can, so each direction is a resource.
 _RESOURCES = {
-    "device": ("forward and backward", "update on the device"),
+    "device": ("forward and backward", KERNELS, "update on the device"),
     "link to the device": ("host to device",),
     "link to the host": ("device to host",),
     "ranks": ("gathers", "exchanges"),
@@ -225,7 +258,15 @@ _RESOURCES = {
 
 
 def modelled_step(
-    moves: MovedBytes, forward_flops: float, computed_again_flops: float, dtype: str, rates: Rates, ranks: Ranks
+    moves: MovedBytes,
+    forward_flops: float,
+    computed_again_flops: float,
+    dtype: str,
+    rates: Rates,
+    ranks: Ranks,
+    *,
+    kept_bytes: int = 0,
+    defers: bool = False,
 ) -> ModelledStep:
     """The time of a step by these rates. A pure function: local.
 
@@ -236,6 +277,9 @@ def modelled_step(
         dtype: dtype of matrix products, a key of `rates.flops_per_s`.
         rates: rates of one rank.
         ranks: the number of ranks and nodes.
+        kept_bytes: activations that a forward without checkpointing keeps, which norms, activation functions and
+            residuals read and write. 0: they are not modelled.
+        defers: whether the host's update runs beside the next forward.
 
     Raises ValueError if the rates have none for the dtype.
     """
@@ -251,6 +295,10 @@ def modelled_step(
         "update on the device": moves.device_update_bytes / rates.device_update_bytes_per_s,
         "update on the host": moves.host_update_bytes / rates.host_update_bytes_per_s,
     }
+    if kept_bytes:
+        passes = _PASSES if computed_again_flops else _PASSES - 2
+        parts = {"forward and backward": parts.pop("forward and backward"), KERNELS: None, **parts}
+        parts[KERNELS] = passes * kept_bytes / rates.device_memory_bytes_per_s
     # Without a disk its unknown rate must not make a part unknown.
     for part, num_bytes, rate in (
         ("disk to host", moves.from_disk_bytes, rates.disk_read_bytes_per_s),
@@ -270,7 +318,8 @@ def modelled_step(
             exchanges = None if over_replicas is None else exchanges + over_replicas + launches_s
         parts["gathers"] = None if gathers is None else gathers + moves.num_gathers * rates.collective_s
         parts["exchanges"] = None if exchanges is None else exchanges + moves.num_exchanges * rates.collective_s
-    return ModelledStep(parts, flops, 3 * forward_flops, peak)
+    ahead = moves.ahead_bytes / moves.to_device_bytes if moves.to_device_bytes else 0.0
+    return ModelledStep(parts, flops, 3 * forward_flops, peak, ahead, defers)
 
 
 def all_gather_seconds(payload_bytes: int, ranks: Ranks, rates: Rates) -> float | None:

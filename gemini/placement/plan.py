@@ -16,7 +16,7 @@ from gemini.placement.decisions import Decisions
 from gemini.placement.demand import Kind, ModelSpec
 from gemini.placement.needs import packing_demand, trained_at_first
 from gemini.placement.packing import Packing, packings
-from gemini.placement.policies import least_device_bytes
+from gemini.placement.policies import Sizes, least_device_bytes
 from gemini.placement.predict import Predicted, predict, predict_inference
 from gemini.settings import Settings
 
@@ -66,7 +66,7 @@ class Plan(Decisions):
         return predict_inference(self) if self.infers else predict(self)
 
     def explain(self) -> str:
-        """The plan in sentences, one per line, with bytes of one rank.
+        """The plan in sentences, one per line, with sizes of one rank, all in one unit.
 
         They tell what was chosen and why, where states rest, what a step moves, what another budget would change, and
         the minimum.
@@ -86,20 +86,22 @@ class Plan(Decisions):
             sum(demand.slot_bytes[demand.chunks[index].oversize] for index in chunks) for chunks in self.use_order
         ]
         at = max(range(len(slot_bytes)), key=slot_bytes.__getitem__)
+        size = Sizes(max(self.device_bytes, self.host_bytes))
         lines = [
             *explain.chunks_in_words(
-                self.packing, settings.stage, self.world_size, self.policy, self.infers, self.is_first
+                self.packing, settings.stage, self.world_size, self.policy, self.infers, self.is_first, size
             ),
-            *explain.states_in_words(demand, self.placement, self.budget),
-            *explain.moves_in_words(demand, self.placement, self.world_size, self.infers),
-            *explain.predicted_in_words(self.predicted, demand.micro_batches, self.infers),
-            *explain.budgets_in_words(demand, self.placement, self.budget, settings.policy),
+            *explain.states_in_words(demand, self.placement, self.budget, size),
+            *explain.moves_in_words(demand, self.placement, self.world_size, self.infers, size),
+            *explain.predicted_in_words(self.predicted, demand.micro_batches, self.infers, size),
+            *explain.budgets_in_words(demand, self.placement, self.budget, settings.policy, size),
             *explain.minimum_in_words(
                 self.minimum_bytes,
                 others,
                 (self.spec.operators[at].name or "the model", slot_bytes[at]),
                 self.infers,
                 self.is_first,
+                size,
             ),
         ]
         return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -574,7 +575,42 @@ def next_worse(demand: Demand, now: Placement, policy: PlacementPolicy) -> Alter
     return _at(now.device_bytes(demand) - 1, demand, policy)
 
 
-def difference_in_words(demand: Demand, before: Placement, other: Alternative) -> str:
+_EXACT_BELOW = 2**20  # bytes of a whole plan: those of examples and tests, which one can check by hand
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes in words, all of one page in one unit: amounts in several units cannot be compared at a glance.
+
+    total_bytes: the largest amount on the page, which chooses the unit.
+    """
+
+    total_bytes: int
+
+    def __call__(self, num_bytes: int) -> str:
+        if self.total_bytes < _EXACT_BELOW:
+            return f"{num_bytes} bytes"
+        return f"{_four_digits(num_bytes / 2**20)} MiB"
+
+    def at_least(self, num_bytes: int) -> str:
+        """A size to paste as a budget, which is rounded up: one byte less would be refused, or plan otherwise."""
+        if self.total_bytes < _EXACT_BELOW:
+            return self(num_bytes)
+        mebibytes = num_bytes / 2**20
+        step = 10.0 ** -_decimals(mebibytes)
+        return f"{_four_digits(math.ceil(mebibytes / step) * step)} MiB"
+
+
+def _four_digits(number: float) -> str:
+    text = f"{number:.{_decimals(number)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _decimals(number: float) -> int:
+    return max(0, 3 - math.floor(math.log10(number))) if number else 0
+
+
+def difference_in_words(demand: Demand, before: Placement, other: Alternative, size: Sizes) -> str:
     """The states that rest elsewhere and the change in the number of slots, in words. Bytes are of one rank.
 
     demand: the one that `before` meets.
@@ -590,7 +626,7 @@ def difference_in_words(demand: Demand, before: Placement, other: Alternative) -
             ]
             # A chunk without optimizer state has a tier for its update nevertheless, and no bytes there.
             if any(moved):
-                moves.append(f"{words} of {_chunks(len(moved))} ({sum(moved)} bytes)")
+                moves.append(f"{words} of {_chunks(len(moved))} ({size(sum(moved))})")
         if moves:
             found.append(f"{' and '.join(moves)} would rest on the {tier}")
     kept = len(after.kept) - len(before.kept)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from gemini.placement.budget import Budget
 from gemini.placement.decisions import Decisions
-from gemini.placement.demand import Demand, Kind, Placement, Tier, format_bytes, update_tier
+from gemini.placement.demand import Demand, Kind, Placement, Tier, update_tier
 from gemini.placement.next_use import Act, Events, Moment, PassKind, PassSchedule, Phase
 from gemini.placement.packing import BYTES_PER_COLLECTIVE, ChunkFacts, Packing
 from gemini.placement.payload_rules import PayloadRules
 from gemini.placement.policies import (
     KINDS_IN_WORDS,
+    Sizes,
     all_at_rest_on_device,
     all_on_device,
     difference_in_words,
@@ -277,12 +278,14 @@ class Predicted:
             with all of its bytes. Tags and flags are not counted.
         device_peak: peak bytes of model data on the device.
         host_peak: peak bytes of model data on the host.
+        ahead_bytes: of the copies to the device, those of payloads that are fetched ahead, beside kernels.
     """
 
     copies: Mapping[tuple[str, MoveReason], int]
     exchanged: Mapping[Exchange, tuple[int, int]]
     device_peak: int
     host_peak: int
+    ahead_bytes: int = 0
 
     @property
     def bytes_by_link(self) -> dict[str, int]:
@@ -390,6 +393,7 @@ def _taken(simulation: Simulation, plan: Decisions) -> Predicted:
         exchanged,
         plan.device_bytes + extra[Tier.DEVICE],
         plan.host_bytes + extra[Tier.HOST],
+        traffic.ahead_bytes,
     )
     traffic.clear()
     return found
@@ -410,7 +414,7 @@ _NAMES = {
 
 
 def chunks_in_words(
-    packing: Packing, stage: int, world_size: int, policy: str, infers: bool, is_first: bool
+    packing: Packing, stage: int, world_size: int, policy: str, infers: bool, is_first: bool, size: Sizes
 ) -> Iterator[str]:
     """The number of chunks, their size, and the reason for that size.
 
@@ -431,7 +435,7 @@ def chunks_in_words(
     else:
         yield "This plan is for training."
     alone = f"; {num_oversize} of them are larger and hold one unit each" if num_oversize else ""
-    yield f"They lie in {len(packing.chunks)} chunks of up to {_bytes(packing.chunk_bytes)}{alone}."
+    yield f"They lie in {len(packing.chunks)} chunks of up to {size(packing.chunk_bytes)}{alone}."
     found = packing.searched
     if found is None:
         yield "This chunk size was given with chunk_size=."
@@ -440,47 +444,47 @@ def chunks_in_words(
     budgets = "these budgets" if is_first else "those of wrapping"
     yield (
         f"The search took this chunk size as the cheapest under {budgets}: "
-        f"{_bytes(found.padding_bytes)} of padding, {_bytes(found.gathered_bytes)} in slots at the busiest moment, and "
-        f"{found.num_collectives} collectives in a step, each counted as {_bytes(BYTES_PER_COLLECTIVE)}."
+        f"{size(found.padding_bytes)} of padding, {size(found.gathered_bytes)} in slots at the busiest moment, and "
+        f"{found.num_collectives} collectives in a step, each counted as {size(BYTES_PER_COLLECTIVE)}."
     )
 
 
-def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Iterator[str]:
+def states_in_words(demand: Demand, placement: Placement, budget: Budget, size: Sizes) -> Iterator[str]:
     """The bytes at rest on each tier, the slots, and the totals beside the budgets."""
     tiers = (Tier.DEVICE, Tier.HOST, Tier.DISK) if placement.disk_bytes(demand) else (Tier.DEVICE, Tier.HOST)
     for tier in tiers:
         rest = {kind: _at_rest(demand, placement, kind, tier) for kind in Kind}
-        found = [f"{words} {_bytes(rest[kind])}" for kind, words in KINDS_IN_WORDS.items() if rest[kind]]
+        found = [f"{words} {size(rest[kind])}" for kind, words in KINDS_IN_WORDS.items() if rest[kind]]
         yield f"At rest on the {tier}: {', '.join(found) or 'nothing'}."
     if placement.kept:
         # The parameter home inside the slot is among the weights at rest, in the lines above.
         around = sum(demand.chunks[i].payload_bytes - demand.chunks[i].home_bytes[Kind.PARAM] for i in placement.kept)
-        yield f"{len(placement.kept)} chunks keep a slot around their weights on the device: {_bytes(around)} more."
-    for words, counts, sizes in (
+        yield f"{len(placement.kept)} chunks keep a slot around their weights on the device: {size(around)} more."
+    for words, counts, sizes_bytes in (
         ("slot", placement.num_slots, demand.slot_bytes),
         ("gradient slot", placement.num_gradient_slots, demand.gradient_slot_bytes),
     ):
-        pairs = zip(counts, sizes, strict=True)
-        found = [f"{count} {words}{'s' * (count > 1)} of {_bytes(size)}" for count, size in pairs if count]
+        pairs = zip(counts, sizes_bytes, strict=True)
+        found = [f"{count} {words}{'s' * (count > 1)} of {size(each)}" for count, each in pairs if count]
         if found:
             yield f"The device has {' and '.join(found)}."
     if demand.scratch_bytes:
-        yield f"Temporaries of reductions take {_bytes(demand.scratch_bytes)} of the device."
+        yield f"Temporaries of reductions take {size(demand.scratch_bytes)} of the device."
         if demand.whole_scratch_bytes is not None:
             yield (
                 "Gradients of the largest weights are exchanged in tiles, because the device has no room for the "
-                f"{_bytes(demand.whole_scratch_bytes)} that it takes to exchange them at once."
+                f"{size(demand.whole_scratch_bytes)} that it takes to exchange them at once."
             )
     for tier, held, limit in (
         (Tier.DEVICE, placement.device_bytes(demand), budget.device),
         (Tier.HOST, placement.host_bytes(demand), budget.host),
         *([(Tier.DISK, placement.disk_bytes(demand), budget.disk)] if Tier.DISK in tiers else []),
     ):
-        bound = "no budget was set" if limit is None else f"the budget is {_bytes(limit)}"
-        yield f"In all, the {tier} holds {_bytes(held)}; {bound}."
+        bound = "no budget was set" if limit is None else f"the budget is {size(limit)}"
+        yield f"In all, the {tier} holds {size(held)}; {bound}."
 
 
-def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers: bool) -> Iterator[str]:
+def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers: bool, size: Sizes) -> Iterator[str]:
     """The bytes that travel in each micro-batch and once in a step, or in each forward without gradients."""
     chunks = list(zip(demand.chunks, placement.homes, strict=True))
     from_host = [chunk for chunk, homes in chunks if homes[Kind.PARAM] is Tier.HOST]
@@ -493,23 +497,23 @@ def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers
     found = []
     if from_host:
         num_bytes = sum(chunk.home_bytes[Kind.PARAM] for chunk in from_host)
-        found.append(f"Weights of {len(from_host)} chunks come from the host when they are used: {_bytes(num_bytes)}.")
+        found.append(f"Weights of {len(from_host)} chunks come from the host when they are used: {size(num_bytes)}.")
     if gathered:
         num_bytes = sum(chunk.payload_bytes for chunk in gathered)
-        found.append(f"{len(gathered)} chunks are gathered from all ranks when they are used: {_bytes(num_bytes)}.")
+        found.append(f"{len(gathered)} chunks are gathered from all ranks when they are used: {size(num_bytes)}.")
     if found and not infers:
         found.append("Backward fetches again what has left its slot since forward.")
     if world_size > 1 and trained:
         num_bytes = sum(chunk.payload_bytes for chunk in trained)
-        found.append(f"Gradients of {len(trained)} chunks are exchanged with all ranks: {_bytes(num_bytes)}.")
+        found.append(f"Gradients of {len(trained)} chunks are exchanged with all ranks: {size(num_bytes)}.")
     if grads:
-        found.append(f"Reduced gradients go to the host: {_bytes(grads)}.")
+        found.append(f"Reduced gradients go to the host: {size(grads)}.")
     if apart:
         found.append(f"Of {len(apart)} chunks the update runs on the other tier: weights go there and back.")
     yield from found or [f"Nothing moves in a {'forward' if infers else 'step'}."]
 
 
-def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool) -> Iterator[str]:
+def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool, size: Sizes) -> Iterator[str]:
     """The exact bytes of a predicted step. `Plan.predicted` says which assumptions make it exact.
 
     micro_batches: the number that the step was predicted with. infers: `predicted` is a forward without gradients.
@@ -519,18 +523,20 @@ def predicted_in_words(predicted: Predicted, micro_batches: int, infers: bool) -
     step = "a forward" if infers else step
     links = predicted.bytes_by_link
     both = (("host->device", "from the host to the device"), ("device->host", "from the device to the host"))
-    found = [f"{_bytes(links[link])} {words}" for link, words in both if links.get(link)]
+    found = [f"{size(links[link])} {words}" for link, words in both if links.get(link)]
     if found:
         yield f"In all, {step} copies {' and '.join(found)}."
     launches = [
-        f"{count} times {_NAMES[what]}, {_bytes(num_bytes)} in all"
+        f"{count} times {_NAMES[what]}, {size(num_bytes)} in all"
         for what, (count, num_bytes) in sorted(predicted.exchanged.items())
     ]
     if launches:
         yield f"Ranks exchange in {step}: {'; '.join(launches)}."
 
 
-def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, policy: PlacementPolicy) -> Iterator[str]:
+def budgets_in_words(
+    demand: Demand, placement: Placement, budget: Budget, policy: PlacementPolicy, size: Sizes
+) -> Iterator[str]:
     """The changes that a larger and a smaller device budget would bring, with these chunks."""
     # Policies know of no disk, which takes what they put onto the host.
     placement = before_disk(placement)
@@ -547,17 +553,18 @@ def budgets_in_words(demand: Demand, placement: Placement, budget: Budget, polic
         at_rest = all_at_rest_on_device(demand, policy)
         better = next_better(demand, placement, there, policy)
         if better is not None:
-            changes = difference_in_words(demand, placement, better)
-            yield f"The next larger budget that helps is {_bytes(better.budget_bytes)}: then {changes}."
+            changes = difference_in_words(demand, placement, better, size)
+            yield f"The next larger budget that helps is {size.at_least(better.budget_bytes)}: then {changes}."
         # With exchanges in tiles everything may rest there already, on less than it takes with exchanges at once.
         if at_rest is not None and at_rest > there and placement.host_bytes(demand):
-            yield f"With a budget of {_bytes(at_rest)} everything would rest on the device."
-        yield f"With {_bytes(most)} nothing would have to leave a slot; still more would change nothing."
+            yield f"With a budget of {size.at_least(at_rest)} everything would rest on the device."
+        yield f"With {size.at_least(most)} nothing would have to leave a slot; still more would change nothing."
     # The first change comes one byte below what the placement takes, not below the budget: what is not used can go
     # first.
     worse = next_worse(demand, placement, policy)
-    changes = "there would be no placement" if worse is None else difference_in_words(demand, placement, worse)
-    yield f"This plan takes {_bytes(held)} of the device; a budget of so many changes nothing. With less, {changes}."
+    changes = "there would be no placement" if worse is None else difference_in_words(demand, placement, worse, size)
+    yield f"This plan takes {size.at_least(held)} of the device; a budget of that size changes nothing."
+    yield f"With less, {changes}."
 
 
 def other_choices(settings: Settings, is_first: bool) -> Iterator[tuple[str, Settings]]:
@@ -576,7 +583,12 @@ def other_choices(settings: Settings, is_first: bool) -> Iterator[tuple[str, Set
 
 
 def minimum_in_words(
-    minimum: int | None, others: Mapping[str, int | None], largest: tuple[str, int], infers: bool, is_first: bool
+    minimum: int | None,
+    others: Mapping[str, int | None],
+    largest: tuple[str, int],
+    infers: bool,
+    is_first: bool,
+    size: Sizes,
 ) -> Iterator[str]:
     """The least model data that the device must hold, in bytes, and what would lower it.
 
@@ -588,15 +600,15 @@ def minimum_in_words(
         return
     cannot = f"with a smaller budget the model cannot {'infer' if infers else 'train'}"
     the = "The" if is_first else "With these chunks the"
-    yield f"{the} minimum of model data on the device is {_bytes(minimum)}: {cannot}."
+    yield f"{the} minimum of model data on the device is {size.at_least(minimum)}: {cannot}."
     # A user's policy may not say its minimum: then it cannot be compared.
     lower = {words: least for words, least in others.items() if least is not None and least < minimum}
     for words, least in lower.items():
-        yield f"{words} would lower it to {_bytes(least)}."
+        yield f"{words} would lower it to {size.at_least(least)}."
     if not lower:
         choices = "No other chunk size and no other policy" if is_first else "No wrapping with other chunks or policy"
         yield (
-            f"{choices} lowers it. Smaller operators do: the largest is {largest[0]!r}, with {_bytes(largest[1])} in "
+            f"{choices} lowers it. Smaller operators do: the largest is {largest[0]!r}, with {size(largest[1])} in "
             "slots."
         )
 
@@ -607,10 +619,3 @@ def _at_rest(demand: Demand, placement: Placement, kind: Kind, tier: Tier) -> in
         for chunk, homes in zip(demand.chunks, placement.homes, strict=True)
         if homes.get(kind) is tier
     )
-
-
-def _bytes(num_bytes: int) -> str:
-    """The exact number of bytes, with a rounded one in brackets where the exact one is hard to read."""
-    # Below 10 KiB the rounded number is the exact one, and is not said twice.
-    short = format_bytes(num_bytes)
-    return f"{num_bytes} bytes" if short == f"{num_bytes} B" else f"{num_bytes} bytes ({short})"

@@ -47,6 +47,7 @@ class Traffic:
         self.copies: Counter[tuple[str, MoveReason]] = Counter()  # bytes by link ("host->device") and purpose
         self.launches: Counter[Exchange] = Counter()
         self.exchanged: Counter[Exchange] = Counter()  # bytes of payloads that are filled or sent
+        self.ahead_bytes = 0  # of the copies to the device, those that begin before they are waited for
 
     def copy(self, source: Tier, target: Tier, num_bytes: int, purpose: MoveReason) -> None:
         """Count a copy. A copy within one tier crosses no link and is not counted."""
@@ -72,6 +73,7 @@ class Traffic:
         self.copies.clear()
         self.launches.clear()
         self.exchanged.clear()
+        self.ahead_bytes = 0
 
 
 class PayloadTraffic:
@@ -91,7 +93,10 @@ class PayloadTraffic:
             layout, purpose = facts.layout, MoveReason.UPDATE
         elif layout.world_size > 1:
             self._traffic.exchange(Exchange.GATHER, facts.payload_bytes)
-        self._traffic.copy(self._tiers[chunk], Tier.DEVICE, layout.shard_numel * facts.dtypes.weight.itemsize, purpose)
+        num_bytes = layout.shard_numel * facts.dtypes.weight.itemsize
+        self._traffic.copy(self._tiers[chunk], Tier.DEVICE, num_bytes, purpose)
+        if ahead and self._tiers[chunk] is not Tier.DEVICE:
+            self._traffic.ahead_bytes += num_bytes
 
     def arrive(self, chunk: int) -> None:
         """All bytes were counted when they departed."""

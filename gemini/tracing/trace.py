@@ -94,7 +94,10 @@ def trace(model: ShardedModel, directory: str | PathLike[str], *, on_oom: bool =
         'memory_rank0.html'
     """
     if not isinstance(model, ShardedModel):
-        raise TypeError(f"gemini.trace watches a ShardedModel, found {type(model).__name__}: wrap it first")
+        raise TypeError(
+            f"gemini.trace watches a ShardedModel, found {type(model).__name__}: wrap it first. Before it is wrapped "
+            "nothing is held that could be drawn: `gemini plan` and the BudgetError say what there is no room for"
+        )
     script()  # without it nothing could be written in the end
     traced = Traced(Path(directory))
     recording = TraceRecording(model.chunk_manager, keeps_all=not on_oom)

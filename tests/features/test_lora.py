@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from gemini import BudgetError, ReleasedParameterError, ShardedModel, ShardedOptimizer, SlotError, state_hash
+from gemini import (
+    BudgetError,
+    ReleasedParameterError,
+    ShardedModel,
+    ShardedOptimizer,
+    SlotError,
+    UnsupportedError,
+    state_hash,
+)
 from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.zoo import lora, mlp
 from tests.zoo.hf_models import gpt2
@@ -68,6 +76,20 @@ def _resized() -> Any:
         module: Any = gpt2().model  # type: ignore[union-attr]
         module.resize_token_embeddings(300)
     return module
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt", "the module inside"])
+def test_adapters_on_a_model_that_is_sharded_already_are_refused_before_anything_changes(kind: str) -> None:
+    import peft
+
+    model = ShardedModel(gpt2(), device="emulated")
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    config: Any = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    if kind == "prompt":
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(UnsupportedError, match=r"ShardedModel\(peft\.get_peft_model\(module, config\)\)"):
+        peft.get_peft_model(model.module if kind == "the module inside" else model, config)
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == names
 
 
 def test_an_embedding_changes_its_size_before_wrapping_and_after_by_way_of_the_plain_module() -> None:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from gemini import FreeBytes, Settings, ShardedModel, ShardedOptimizer, plan_model, specs_of
 from gemini.cli.app import app
+from gemini.model.workload import workload_of
 from gemini.placement.demand import Tier, parse_bytes
 from gemini.placement.machines import MACHINES
 from tests.zoo.mlp import Mlp
@@ -115,8 +116,10 @@ def test_seconds_are_bytes_and_flops_by_the_rates_that_are_given(tmp_path: Path)
     parts = modelled["seconds_by_part"]
     products = sum(p.numel() for p in Mlp().parameters() if p.dim() > 1)
     assert modelled["model_flops"] == 6 * products * 4, "four rows of one token each"
+    kept = workload_of(Mlp(), 4).activation_bytes(4, is_checkpointed=False)
     assert parts == {
         "forward and backward": pytest.approx(6 * products * 4 / 1e9),
+        "kernels beside them": pytest.approx(6 * kept / 1e9),
         "host to device": pytest.approx(moves["to_device_bytes"] / 1e6),
         "device to host": pytest.approx(moves["to_host_bytes"] / 2e6),
         "update on the device": pytest.approx(moves["device_update_bytes"] / 4e6),

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
 from gemini import Settings, specs_of
+from gemini.cli.app import app
 from gemini.cli.families import known
 from gemini.model.workload import blocks_of, gradient_bytes, workload_of
 
@@ -27,6 +29,20 @@ SIZES: dict[str, Any] = {
     "vocab_size": 100,
     "tie_word_embeddings": False,
 }
+
+
+@pytest.mark.parametrize("said", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_named_by_its_config_has_the_dtype_that_the_config_says(kind: str, said: str, tmp_path: Path) -> None:
+    """As `from_pretrained` loads it: in 16 bits. Masters have the other 16 bits of fp32."""
+    config = transformers.AutoConfig.for_model(kind, **(SIZES if kind == "llama" else {"n_layer": 1, "vocab_size": 9}))
+    architecture = "LlamaForCausalLM" if kind == "llama" else "GPT2LMHeadModel"
+    written = config.to_dict() | {"architectures": [architecture], "model_type": kind, said: "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({name: value for name, value in written.items() if value != {}}))
+    done = CliRunner().invoke(app, ["estimate", str(tmp_path), "--ranks", "1", "--json"])
+    assert done.exit_code == 0, done.output
+    of_a_rank = json.loads(done.stdout)["3"]["device"]
+    assert of_a_rank["master"] == of_a_rank["param"] > 0
 
 
 @pytest.mark.parametrize(

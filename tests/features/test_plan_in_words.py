@@ -31,6 +31,10 @@ def line() -> nn.Module:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
 
 
+def wide() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+
+
 def test_after_a_change_of_plan_only_the_chunks_that_exist_have_a_minimum() -> None:
     model = ShardedModel(line(), device="emulated", tensor_placement_policy="cuda", chunk_size=8192, host_memory="1GB")
     ShardedOptimizer(model, HybridAdam(model.parameters()))
@@ -73,3 +77,15 @@ def test_a_model_that_is_wrapped_is_not_estimated() -> None:
     for module in (model, model.module):
         with pytest.raises(UnsupportedError, match=r"wrapped already.*model\.plan"):
             estimate_memory(module)
+
+
+def test_a_page_has_one_unit_and_its_budgets_can_be_pasted() -> None:
+    free = estimate_memory(wide(), host_memory="1GB").plan
+    assert free.minimum_bytes is not None
+    tight = estimate_memory(wide(), host_memory="1GB", model_data_memory=2 * free.minimum_bytes).plan
+    words = tight.explain()
+    assert " bytes" not in words and not re.search(r"\d (KiB|GiB|B)\b", words), words
+    found = re.search(r"minimum of model data on the device is ([\d.]+ MiB)", words)
+    assert found is not None, words
+    pasted = estimate_memory(wide(), host_memory="1GB", model_data_memory=found[1]).plan
+    assert free.minimum_bytes <= pasted.device_bytes <= 1.01 * free.minimum_bytes

@@ -277,6 +277,16 @@ def test_a_step_without_memory_that_the_script_catches_is_shown_as_it_was(tmp_pa
     assert [each.number for each in traced.steps] == [2, 3]
 
 
+def test_a_second_model_for_which_there_is_no_room_leaves_a_picture_of_the_first(tmp_path: Path) -> None:
+    model, optimizer = sharded("auto")
+    with pytest.raises(BudgetError) as caught:  # noqa: PT012 (the block around is what is tested)
+        with gemini.trace(model, tmp_path, on_oom=True) as traced:
+            train_step(model, optimizer, 0)
+            gemini.ShardedModel(torch.nn.Linear(64, 64), device="emulated", model_data_memory=100)
+    assert traced.picture is not None and str(traced.picture) in caught.value.__notes__[0]
+    assert held_at(numbers_in(traced.picture), numbers_in(traced.picture)["end"]) == held(model)
+
+
 def test_another_error_leaves_a_picture_only_of_what_was_asked_for(tmp_path: Path) -> None:
     model, optimizer = sharded("cpu")
     with pytest.raises(ZeroDivisionError), gemini.trace(model, tmp_path / "always"):
@@ -290,7 +300,7 @@ def test_another_error_leaves_a_picture_only_of_what_was_asked_for(tmp_path: Pat
 
 
 def test_what_is_no_sharded_model_and_a_missing_package_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="watches a ShardedModel, found Linear"):
+    with pytest.raises(TypeError, match=r"watches a ShardedModel, found Linear: .* `gemini plan`"):
         with gemini.trace(torch.nn.Linear(2, 2), tmp_path / "run"):  # type: ignore[arg-type]
             raise AssertionError
     model, _ = sharded("cpu")

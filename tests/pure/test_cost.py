@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from gemini import BudgetError, Settings, plan_model
-from gemini.placement.cost import MovedBytes, Ranks, all_gather_seconds, exchange_seconds, modelled_step, moves_of
+from gemini.placement.cost import (
+    KERNELS,
+    ModelledStep,
+    MovedBytes,
+    Ranks,
+    all_gather_seconds,
+    exchange_seconds,
+    modelled_step,
+    moves_of,
+)
 from gemini.placement.demand import Dtype, ModelSpec, OperatorSpec, WeightSpec, Workload
 from gemini.placement.machines import MACHINES, Rates
 from gemini.placement.predict import expected_schedule, predict
@@ -61,6 +70,22 @@ def test_each_part_is_its_bytes_by_its_rate() -> None:
     assert step.utilisation < step.most_utilisation == pytest.approx(3000 / 34 / 100)
     with pytest.raises(ValueError, match="no rate for float64: there are float32, bfloat16"):
         modelled_step(moves, 1.0, 0.0, "float64", RATES, Ranks(2, 8))
+
+
+def test_a_likely_step_hides_the_hosts_update_behind_the_forward_and_copies_behind_kernels() -> None:
+    moves = MovedBytes(
+        to_device_bytes=100, to_host_bytes=50, ahead_bytes=60, device_update_bytes=80, host_update_bytes=160
+    )
+
+    def step(defers: bool, kept_bytes: int = 0) -> ModelledStep:
+        return modelled_step(moves, 1000.0, 1000.0, "float32", RATES, Ranks(1, 1), kept_bytes=kept_bytes, defers=defers)
+
+    # Kernels of 40 s, a fourth of them in the forward; 4 of 10 s of fetches are waited for, half of them in each.
+    assert step(defers=True).likely_seconds == max(10 + 2, 3, 20) + max(30 + 2, 3, 10) + 2
+    assert step(defers=False).likely_seconds == (10 + 2) + (30 + 2) + 2 + 20
+    assert step(defers=True, kept_bytes=100).parts[KERNELS] == 8 * 100 / 50
+    assert step(defers=True, kept_bytes=100).likely_seconds == 20 + (14 * 3 + 2) + 2
+    assert step(defers=True).least_seconds <= step(defers=True).likely_seconds <= step(defers=True).seconds
 
 
 def test_rings_use_every_adapter_of_a_node_and_exchanges_one_for_each_rank() -> None:

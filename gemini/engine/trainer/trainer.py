@@ -21,6 +21,7 @@ from gemini.engine.trainer.hooks import Hook, LearningRate, Metrics, Outcome, fo
 from gemini.errors import BudgetError, GeminiError, RemoteRankError, UnsupportedError
 from gemini.log import get_dist_logger
 from gemini.placement.demand import Tier
+from gemini.progress import the_only_bar
 
 # -- The micro-batches of one optimizer step, which are trained once more where the device ran out of memory.
 #
@@ -511,7 +512,7 @@ class Trainer:
         columns = (TextColumn(what), BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         # In a narrow terminal the metrics go on in the next line. Otherwise rich cuts off the other columns first.
         words_column = TextColumn("{task.fields[words]}", table_column=Column())
-        with Progress(*columns, words_column) as progress:
+        with the_only_bar(), Progress(*columns, words_column) as progress:
             task = progress.add_task(what, total=total, words="")
             shown_at = float("-inf")
 
