@@ -56,12 +56,27 @@ class Link(ParameterLink):
     def _touch(self, links: Sequence[Link], stack: ExitStack, detached: bool) -> None:
         """Fetch the parameters. An error of the user's inside `fetched` is no failure of ours, and is not published."""
         with self.step.publishing(), unseen():
+            # Between steps a script may look at this rank's part. In a step a function would take it for the whole.
+            if self.step.params.in_step:
+                self._refuse_parts(links)
             raised = self.trainability.flags_raised
             # A graph is about to be built on a parameter that was just unfrozen: its gradient needs memory.
             if raised and not detached and any(link.managed.index in raised for link in links):
                 self.trainability.apply_outside()
             touched = [link.managed for link in links]
             stack.enter_context(self.step.touching(touched, self.managed.operator))
+
+    @staticmethod
+    def _refuse_parts(links: Sequence[Link]) -> None:
+        """Raises UnsupportedError for a part of a tensor that a function uses, and not the module that has it."""
+        for link in links:
+            part = link.managed.part
+            if part is not None and part.is_cut:
+                raise UnsupportedError(
+                    f"{link.managed.name!r} is divided by tensor parallelism, and the forward uses it outside of the "
+                    "module that has it, where only this rank's part would be seen: use it in that module, or leave "
+                    "that module out of parallelize_module()"
+                )
 
     def part_of_master(self) -> Tensor:
         access = self.states.full_precision(self.managed.chunk)
