@@ -47,6 +47,9 @@ class Link(ParameterLink):
 
     @contextmanager
     def fetched(self, links: Sequence[Link], overwrites: bool, detached: bool) -> Iterator[None]:
+        # Between steps a script may look at this rank's part. In a step, or a loss, it would be taken for the whole.
+        if self.step.params.in_step or (torch.is_grad_enabled() and not (detached or overwrites)):
+            self._refuse_parts(links)
         with ExitStack() as stack:
             self._touch(links, stack, detached)
             # On top of all other hooks: what the function saves of the parameters must become handles.
@@ -56,9 +59,6 @@ class Link(ParameterLink):
     def _touch(self, links: Sequence[Link], stack: ExitStack, detached: bool) -> None:
         """Fetch the parameters. An error of the user's inside `fetched` is no failure of ours, and is not published."""
         with self.step.publishing(), unseen():
-            # Between steps a script may look at this rank's part. In a step a function would take it for the whole.
-            if self.step.params.in_step:
-                self._refuse_parts(links)
             raised = self.trainability.flags_raised
             # A graph is about to be built on a parameter that was just unfrozen: its gradient needs memory.
             if raised and not detached and any(link.managed.index in raised for link in links):
@@ -73,9 +73,9 @@ class Link(ParameterLink):
             part = link.managed.part
             if part is not None and part.is_cut:
                 raise UnsupportedError(
-                    f"{link.managed.name!r} is divided by tensor parallelism, and the forward uses it outside of the "
-                    "module that has it, where only this rank's part would be seen: use it in that module, or leave "
-                    "that module out of parallelize_module()"
+                    f"{link.managed.name!r} is divided by tensor parallelism and used outside of the module that has "
+                    "it, where only this rank's part would be seen: use it in that module's forward, or leave the "
+                    "module out of parallelize_module(). Between steps torch.no_grad() shows the part"
                 )
 
     def part_of_master(self) -> Tensor:

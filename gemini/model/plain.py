@@ -340,15 +340,15 @@ class PlainCopies:
 
         memo: the memo of the running `copy.deepcopy`, which keeps tied parameters tied.
         """
+        links = {link.managed.index: link for p in module.parameters() if (link := link_of(p)) is not None}
+        for link in links.values():
+            if link.managed.part is not None and link.managed.part.layout is not None:
+                raise UnsupportedError(
+                    f"copy.deepcopy() of a module with tensor parallelism: {link.managed.name!r} would be this rank's "
+                    "part in it. Load model.state_dict(), which has wholes, into another plain module"
+                )
         with self._step.publishing():
             self._step.check_idle("copy.deepcopy()")
-            links = {link.managed.index: link for p in module.parameters() if (link := link_of(p)) is not None}
-            for link in links.values():
-                if link.managed.part is not None and link.managed.part.layout is not None:
-                    raise UnsupportedError(
-                        f"copy.deepcopy() of a module with tensor parallelism: {link.managed.name!r} would be this "
-                        "rank's part in it. Load model.state_dict(), which has wholes, into another plain module"
-                    )
             # In the order of chunks, which is the same on all ranks and fetches each chunk once.
             for index in sorted(links):
                 key = id(links[index].managed.parameter)

@@ -360,7 +360,7 @@ class ShardedModel(FsdpMethods):
             self._hooks.take_over_casts(casting.install(each))
         self._hooks.take_over(watch_gradients(step, manager.parameters))
         self._hooks.take_over(StateHooks(self._states).install(self.module))
-        self._hooks.take_over(wrapping.local.show(wrapping.operators))
+        self._hooks.take_over(wrapping.local.show(wrapping.operators, manager.chunks))
         table = self.module, wrapping.operators, manager, self.trainability, self._hooks
         self._table = OperatorTable(*table, self._ignored)
         self._is_wrapped = True

@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gemini.access.released import ReleasedParameter
 from gemini.building.store import built_link_of
 from gemini.errors import DivergenceError, UnsupportedError
 from gemini.model.operators import Found, is_compiled
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.mesh import RankMesh
 from gemini.ranks.parts import DTensorLayout, TensorPart, is_dtensor
+from gemini.runtime.chunk import Chunk
 
 Places = list[tuple[nn.Module, str]]
 """Modules with the names that they have for a parameter."""
@@ -88,33 +90,48 @@ class LocalParameters:
                     "parallelize_module()"
                 )
 
-    def show(self, operators: Found) -> Iterator[RemovableHandle]:
+    def show(self, operators: Found, chunks: Sequence[Chunk]) -> Iterator[RemovableHandle]:
         """Have modules see `DTensor`s while their operators run. The caller takes the handles, which end that.
 
         Raises UnsupportedError for a compiled operator.
         """
-        by_owner: dict[nn.Module, list[tuple[nn.Module, str, DTensorLayout]]] = {}
+        by_operator: dict[nn.Module, list[tuple[nn.Module, str, DTensorLayout]]] = {}
         for parameter, places in self._places.items():
             layout = self.parts[parameter].layout
             assert layout is not None
             for owner, leaf in places:
-                by_owner.setdefault(_operator_of(owner, operators), []).append((owner, leaf, layout))
-        for operator, its in by_owner.items():
-            if is_compiled(operator):
+                by_operator.setdefault(_operator_of(owner, operators), []).append((owner, leaf, layout))
+        beside = {parameter: self._cut_in(chunk) for chunk in chunks for parameter in chunk.raw}
+        for operator, _ in operators if by_operator else ():
+            its = by_operator.get(operator, [])
+            if its and is_compiled(operator):
                 raise UnsupportedError(
                     f"{type(operator).__name__} has DTensor parameters and is compiled: the compiler would trace how "
                     "they are put together. Compile modules without DTensors, or wrap the model uncompiled"
                 )
-            shown = _Shown(its)
-            yield operator.register_forward_pre_hook(shown.before)
-            yield operator.register_forward_hook(shown.after, always_call=True)
+            own = [owner._parameters[leaf] for owner, leaf, _ in its] + list(operator._parameters.values())
+            covered = {each: None for parameter in own if parameter is not None for each in beside.get(parameter, ())}
+            if its or covered:
+                shown = _Shown(its, tuple(covered))
+                yield operator.register_forward_pre_hook(shown.before)
+                yield operator.register_forward_hook(shown.after, always_call=True)
+
+    def _cut_in(self, chunk: Chunk) -> list[nn.Parameter]:
+        """The parameters of a chunk of which this rank has a part."""
+        return [each for each in chunk.raw if each in self._given and self.parts[each].is_cut]
 
 
 class _Shown:
-    """The hooks around one operator, whose modules have `DTensor`s meanwhile."""
+    """The hooks around one operator, whose modules have `DTensor`s meanwhile.
 
-    def __init__(self, places: Sequence[tuple[nn.Module, str, DTensorLayout]]) -> None:
+    Parameters of which this rank has a part are never plain, though their chunk is: outside of the operator a function
+    would take the part for the whole. As they fetch themselves, the function is refused.
+    """
+
+    def __init__(self, places: Sequence[tuple[nn.Module, str, DTensorLayout]], covered: Sequence[nn.Parameter]) -> None:
+        """covered: what is in the chunks that this operator makes plain."""
         self._places = places
+        self._covered = covered
         self._calls: list[list[tuple[nn.Module, str, nn.Parameter]]] = []  # of each running call: what it has replaced
 
     def before(self, module: nn.Module, args: Any) -> None:
@@ -125,14 +142,22 @@ class _Shown:
             # A module that calls itself has them already.
             if local is not None and not is_dtensor(local):
                 replaced.append((owner, leaf, local))
+                if isinstance(local, ReleasedParameter):  # not what `torch.func.functional_call` has put here
+                    local.__class__ = nn.Parameter  # type: ignore[assignment]
                 # Not by `setattr`, which takes parameters alone.
                 shown: Any = layout.shown(local)
                 owner._parameters[leaf] = shown
+        self._cover()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         # Empty if a hook before ours has raised, as a fetch may.
         for owner, leaf, local in self._calls.pop() if self._calls else ():
             owner._parameters[leaf] = local
+        self._cover()
+
+    def _cover(self) -> None:
+        for parameter in self._covered:
+            parameter.__class__ = ReleasedParameter
 
 
 def _operator_of(owner: nn.Module, operators: Found) -> nn.Module:

@@ -531,11 +531,12 @@ class Communicator:
 
         after_wrapping: the failure was in wrapping, which runs nothing of the user's.
 
-        Raises RankLostError for a model of several parts: the other parts may wait inside of it, in collectives of
-        torch's own.
+        Raises RankLostError for a model of several parts that has failed in a forward or backward: the other parts may
+        wait inside of it, in collectives of torch's own, and would take those of another forward for them.
         """
         self._refuse_forked()
-        if self.is_divided and not after_wrapping:
+        ran = Phase(self.position.now % len(Phase)) in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
+        if self.is_divided and ran and not after_wrapping:
             raise RankLostError(
                 "a model divided by tensor or pipeline parallelism cannot go on after a failure: ranks of other parts "
                 "may wait in collectives of torch's own. Start it again from a checkpoint"
