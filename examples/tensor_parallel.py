@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 examples/tensor_parallel.py --save folder    # a checkpoint, which any mesh loads
     torchrun --nproc-per-node 2 examples/tensor_parallel.py --load folder    # as here, on 2 parts and one shard
 
-torch divides the tensors: `parallelize_module` makes them DTensors of the mesh's dimension "tp", which should lie inside
-a machine. gemini shards what each rank has of them along "dp", and moves it between device and host as ever.
+torch divides the tensors: `parallelize_module` makes them DTensors of the mesh's dimension "tp", which should lie
+inside a machine. gemini shards what each rank has of them along "dp", and moves it between device and host as ever.
 """
 
 from __future__ import annotations

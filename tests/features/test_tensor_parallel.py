@@ -1,10 +1,15 @@
 """Tensor parallelism: parameters that are `DTensor`s of one mesh dimension, sharded by ZeRO along another one."""
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ from gemini import (
     ShardedModel,
     ShardedOptimizer,
     UnsupportedError,
+    clip_grad_norm_,
     load_checkpoint,
     save_checkpoint,
     state_hash,
@@ -29,6 +35,7 @@ from tests.harness.ranks import RankPool
 from tests.zoo import divided
 from tests.zoo.divided import CLOSE
 
+ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 1024
 
 
@@ -343,3 +350,95 @@ def test_a_divided_weight_used_elsewhere_is_refused(rank: int, world_size: int) 
     with refused("'inner.head.weight' is divided by tensor parallelism and used outside of the module that has it"):
         model(divided.batch(0, 0))
     model.close()
+
+
+# -- The page, the example, and a model of Hugging Face.
+
+
+@on_ranks(4)
+def test_the_snippet_of_the_page_trains(rank: int, world_size: int) -> None:
+    kept_mesh(2, 2)
+    (snippet,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "parallelism.md").read_text(), re.S)
+    names: dict[str, Any] = {}
+    with mock.patch("gemini.launch_from_torch"):  # the ranks have met
+        exec(compile(snippet, "snippet", "exec"), names)
+    model, optimizer = names["model"], names["optimizer"]
+    x = torch.ones(2, 64)
+    losses = []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert losses[2] < losses[1] < losses[0]
+    assert model.module[0].weight.shape == (128, 64)
+    model.close()
+
+
+@pytest.mark.soak
+def test_the_example_goes_on_from_another_mesh(tmp_path: Path) -> None:
+    def losses(ranks: int, *flags: str) -> list[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += [str(ROOT / "examples" / "tensor_parallel.py"), *flags]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return re.findall(r"step \d+: loss (\d+\.\d{4})", done.stdout)
+
+    through = losses(4, "--parts", "1", "--steps", "4")
+    assert losses(4, "--steps", "2", "--save", "checkpoints") == through[:2]
+    assert losses(2, "--steps", "2", "--load", "checkpoints", "--policy", "cpu") == through[2:]
+    assert losses(1, "--steps", "2", "--load", "checkpoints", "--parts", "1") == through[2:]
+
+
+def llama(rank: int, world_size: int, folder: str, how: str) -> list[float]:
+    """The largest differences of weights and logits from plain training, of a Llama on a mesh."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=4, **sizes))
+    if rank == 0:
+        plain.save_pretrained(folder)
+    dist.barrier()
+    mesh = kept_mesh(*((1, 4) if how == "auto" else (2, 2)))
+    if how == "auto":
+        net = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+    else:
+        net = AutoModelForCausalLM.from_pretrained(folder)
+        plan, *_ = net._resolve_parallel_plans(DistributedConfig(tp_size=2))
+        net = apply_tensor_parallelism(net, mesh["tp"], plan)
+    model, optimizer = wrap(mesh["dp"], net, 0.5, make=hybrid, tensor_placement_policy="cpu", chunk_size=None)
+    plain_optimizer = hybrid(plain.parameters())
+    num_data = mesh["dp"].size()
+    for step in range(3):
+        own = llama_words(step, mesh["dp"].get_local_rank())
+        optimizer.backward(model(input_ids=own, labels=own).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        for data_rank in range(num_data):
+            its = llama_words(step, data_rank)
+            (plain(input_ids=its, labels=its).loss / num_data).backward()
+        clip_grad_norm_(plain.parameters(), 0.5)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    state = model.state_dict()
+    with torch.no_grad():  # by another way of transformers: local tensors
+        logits = model(input_ids=llama_words(9, 0)).logits - plain(input_ids=llama_words(9, 0)).logits
+    found = [float((state[name] - value).abs().max()) for name, value in plain.state_dict().items()]
+    return [max(found), float(logits.abs().max())]
+
+
+def llama_words(step: int, data_rank: int) -> Any:
+    return torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(10 * step + data_rank))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["auto", "2 x 2"])
+def test_a_llama_that_transformers_divides_equals_plain(ranks: RankPool, tmp_path: Path, how: str) -> None:
+    for exit_ in ranks(4).run(llama, str(tmp_path), how, fresh=True, timeout_s=240):
+        assert exit_.exitcode == 0, exit_
+        assert max(exit_.result) < 1e-6, exit_.result
