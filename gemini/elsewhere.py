@@ -16,7 +16,10 @@ _KERNELS = "use torch's own layers: scaled_dot_product_attention, torch.compile"
 _CHECKPOINTING = "use torch.utils.checkpoint.checkpoint, of any kind"
 _CONFIG = "gemini.engine.config.load_config(path) reads and checks a config; engine.config is an engine's"
 _TIMES = "gemini.engine.trainer.Throughput counts samples and FLOPs, torch.profiler has the times"
-_ONE_GROUP = "all ranks of engine.data_parallel_group share the model; there are no tensor, sequence or expert groups"
+_ONE_GROUP = (
+    "all ranks of engine.data_parallel_group share the model; other groups are those of your own DeviceMesh, of which "
+    "gemini.initialize(device_mesh=) takes the dimensions of the data: docs/parallelism.md"
+)
 _CURRICULA = "choose samples in the script's own dataset or sampler"
 _FP32 = "gemini.deepspeed.utils.zero_to_fp32 has it"
 _COMPRESSION = "it changes the model's result: do it on the plain module, before initialize()"

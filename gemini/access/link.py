@@ -47,6 +47,9 @@ class Link(ParameterLink):
 
     @contextmanager
     def fetched(self, links: Sequence[Link], overwrites: bool, detached: bool) -> Iterator[None]:
+        # Between steps a script may look at this rank's part. In a step, or a loss, it would be taken for the whole.
+        if self.step.params.in_step or (torch.is_grad_enabled() and not (detached or overwrites)):
+            self._refuse_parts(links)
         with ExitStack() as stack:
             self._touch(links, stack, detached)
             # On top of all other hooks: what the function saves of the parameters must become handles.
@@ -62,6 +65,18 @@ class Link(ParameterLink):
                 self.trainability.apply_outside()
             touched = [link.managed for link in links]
             stack.enter_context(self.step.touching(touched, self.managed.operator))
+
+    @staticmethod
+    def _refuse_parts(links: Sequence[Link]) -> None:
+        """Raises UnsupportedError for a part of a tensor that a function uses, and not the module that has it."""
+        for link in links:
+            part = link.managed.part
+            if part is not None and part.is_cut:
+                raise UnsupportedError(
+                    f"{link.managed.name!r} is divided by tensor parallelism and used outside of the module that has "
+                    "it, where only this rank's part would be seen: use it in that module's forward, or leave the "
+                    "module out of parallelize_module(). Between steps torch.no_grad() shows the part"
+                )
 
     def part_of_master(self) -> Tensor:
         access = self.states.full_precision(self.managed.chunk)

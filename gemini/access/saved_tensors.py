@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gemini.access.parameter_link import any_link_of
 from gemini.errors import StaleGraphError, UnsupportedError
 from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked, unwrapped
+from gemini.ranks.parts import is_dtensor
 from gemini.runtime.chunk import Chunk, ManagedParameter, ParamState
 from gemini.runtime.step import Step
 
@@ -104,6 +105,13 @@ class CastHandle(NamedTuple):
     parameter: ManagedParameter
 
 
+class LocalHandle(NamedTuple):
+    """A `DTensor` over a view of a chunk's payload, see `SavedLocalTensors`."""
+
+    local: Handle
+    spec: Any  # how the `DTensor` is divided
+
+
 class Kept(NamedTuple):
     """A tensor that is not ours, without its graph."""
 
@@ -142,6 +150,8 @@ class Foreign:
 class SavedTensors:
     """The saved-tensor hooks of one model."""
 
+    needs_handles = False  # also of payloads that never leave
+
     def __init__(self, step: Step) -> None:
         self._step = step
         self._payloads = step.payloads
@@ -156,7 +166,8 @@ class SavedTensors:
         casts need handles, since autograd would keep the cast copies.
         """
         autocasts = self._autocasts()
-        if not torch.is_grad_enabled() or not hooks_are_allowed() or (self._payloads.is_resident and not autocasts):
+        stays = self._payloads.is_resident and not (autocasts or self.needs_handles)
+        if not torch.is_grad_enabled() or not hooks_are_allowed() or stays:
             return False
         # With True torch tells of its hooks also while a compiler traces, when it otherwise says that there are none.
         top = _top_hooks(True)
@@ -181,7 +192,7 @@ class SavedTensors:
         check_chunks(chunks)
         return self._on_top() if self.needed() else nullcontext()
 
-    def handle(self, tensor: Tensor) -> Handle | None:
+    def handle(self, tensor: Tensor) -> Handle | LocalHandle | None:
         """The handle of a view of a slot or of a resident chunk, or of a released parameter; None for others."""
         if tensor.layout is not torch.strided:
             return None
@@ -228,19 +239,23 @@ class SavedTensors:
             return None
         weight = self.handle(parameter)
         offset = int(tensor.storage_offset())
-        if weight is None:
+        if not isinstance(weight, Handle):
             return None
         num_writes = link.managed.version - weight.chunk.num_bumps
         shape = tensor.size(), tensor.stride(), offset
         return CastHandle(weight, base.dtype, *shape, num_writes, link.managed)
 
-    def after_activation(self, handle: Handle | CastHandle, below: _Hooks | None) -> Handle | CastHandle:
+    def after_activation(
+        self, handle: Handle | CastHandle | LocalHandle, below: _Hooks | None
+    ) -> Handle | CastHandle | LocalHandle:
         """The handle, with the last activation that was packed by the hooks `below` in the same recomputation."""
         activation = None if self.activation is None else self.activation()
         if activation is None or below is None or activation.hook is not below[1]:
             return handle
         if isinstance(handle, CastHandle):
             return handle._replace(weight=handle.weight._replace(after=self.activation))
+        if isinstance(handle, LocalHandle):
+            return handle._replace(local=handle.local._replace(after=self.activation))
         return handle._replace(after=self.activation)
 
     @never_traced(A_HOOK)
@@ -304,6 +319,33 @@ class SavedTensors:
         return torch.as_strided(flat, handle.size, handle.stride, offset)
 
 
+class SavedLocalTensors(SavedTensors):
+    """The hooks of a model with `DTensor`s over what its payloads hold (tensor parallelism).
+
+    Autograd saves the `DTensor`, which has no memory of its own: what may leave its slot is the local tensor in it. Its
+    version counter is not that of the local tensor either: only handles tell a graph from before an update.
+    """
+
+    needs_handles = True
+
+    def handle(self, tensor: Tensor) -> Handle | LocalHandle | None:
+        if not is_dtensor(tensor):
+            return super().handle(tensor)
+        divided: Any = tensor
+        local = super().handle(divided._local_tensor)
+        return LocalHandle(local, divided._spec) if isinstance(local, Handle) else None
+
+    @never_traced(A_HOOK)
+    def unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, LocalHandle):
+            return super().unpack(packed)
+        from torch.distributed.tensor import DTensor
+
+        make: Any = DTensor
+        whole: Tensor = make(super().unpack(packed.local), packed.spec, requires_grad=False)
+        return whole
+
+
 class _Pack:
     """`pack`, on top of the hooks that were active when it was pushed."""
 
@@ -324,12 +366,13 @@ class _Pack:
     @never_traced(A_HOOK)
     def __call__(self, tensor: Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            handle: Handle | CastHandle | None = self.owner.handle(tensor)
+            handle: Handle | CastHandle | LocalHandle | None = self.owner.handle(tensor)
             if handle is None and self.autocasts and tensor.grad_fn is not None:
                 handle = self.owner.cast_handle(tensor)
         if handle is not None:
             if self._checkpoints:
-                self._show(tensor, isinstance(handle, Handle) and handle.chunk.state is not ParamState.RESIDENT)
+                weight = handle.local if isinstance(handle, LocalHandle) else handle
+                self._show(tensor, isinstance(weight, Handle) and weight.chunk.state is not ParamState.RESIDENT)
                 return self.owner.after_activation(handle, self._below)
             return handle
         if self._below is None:
@@ -357,7 +400,11 @@ class _Pack:
             kept = found() if moves else None
             if kept is not None:
                 with unseen(), untracked():
-                    kept.data = kept.clone()
+                    if is_dtensor(kept):
+                        divided: Any = kept
+                        divided._local_tensor = divided._local_tensor.clone()
+                    else:
+                        kept.data = kept.clone()
 
 
 def _checkpoints(pack: Callable[[Tensor], Any]) -> bool:

@@ -34,6 +34,7 @@ def whole_state_dict(module: nn.Module, states: States, rank0_only: bool, prefix
     # keep_vars gives the parameters themselves, which have links, and the hooks below let them pass.
     entries: Mapping[str, Any] = nn.Module.state_dict(module, prefix=prefix, keep_vars=True)
     links = {name: link_of(value) for name, value in entries.items() if isinstance(value, Tensor)}
+    # A rank with another part of the model keeps its parts until rank 0 has joined them.
     keep = not rank0_only or step.communicator.rank == 0
     wanted = {link.managed.chunk.index for link in links.values() if link is not None}
     # By parameter index: tied names share one copy, as in the plain module.
@@ -43,6 +44,11 @@ def whole_state_dict(module: nn.Module, states: States, rank0_only: bool, prefix
             chunk = step.chunks[index]
             # Each chunk is gathered once, in one order on all ranks, also by ranks that keep nothing.
             wholes |= states.weights(chunk).copies(chunk.parameters if keep else ())
+        # Not chunk by chunk: ranks with other parts of the model may have other chunks. All have these names.
+        for managed in dict.fromkeys(each.managed for each in links.values() if each is not None) if keep else ():
+            if managed.part is not None:
+                wholes[managed.index] = managed.part.whole(wholes[managed.index])
+    keep = not rank0_only or step.communicator.everyone.rank == 0
     result: OrderedDict[str, Any] = OrderedDict()
     if not keep:
         return result
@@ -84,12 +90,14 @@ def load_whole_state_dict(
         name: (entry, state[name]) for name, entry in entries.items() if isinstance(entry, Tensor) and name in state
     }
     for name, (entry, value) in given.items():
+        link = link_of(entry)
+        shape = entry.shape if link is None else link.managed.whole_shape
         if not isinstance(value, Tensor):
             problems.append(f"{name} is a {type(value).__name__}, not a tensor")
         elif value.is_meta:
             problems.append(f"{name} is on the device meta, without values")
-        elif value.shape != entry.shape:
-            problems.append(f"{name} has shape {tuple(value.shape)}, the model has {tuple(entry.shape)}")
+        elif value.shape != shape:
+            problems.append(f"{name} has shape {tuple(value.shape)}, the model has {tuple(shape)}")
     if problems:
         also = (
             ". model.module.load_state_dict() also runs what modules do to their keys when they load" if missing else ""
@@ -108,7 +116,8 @@ def load_whole_state_dict(
                 entry.copy_(value)
             else:
                 managed = link.managed
-                states.full_precision(managed.chunk).set_whole(managed, managed.laid_out(value.detach()))
+                value = value.detach() if managed.part is None else managed.part.of(value.detach())
+                states.full_precision(managed.chunk).set_whole(managed, managed.laid_out(value))
     for path, part in module.named_modules():
         extra = f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE
         if extra in entries and extra in state:
@@ -216,6 +225,8 @@ class StateHooks:
         if known is not None and is_of_this:
             return known
         whole = self._states.weights(managed.chunk).copies([managed])[managed.index]
+        if managed.part is not None:
+            whole = managed.part.whole(whole)
         if managed.parameter in self._tied:
             self._copies[managed.index], self._first_names[managed.index] = whole, name
         return whole
@@ -235,3 +246,8 @@ class StateHooks:
             if errors is not self._errors:
                 self._errors = errors
                 self._step.communicator.wait_for_all("load_state_dict()")
+        for name, parameter in module._parameters.items():
+            link, value = None if parameter is None else link_of(parameter), state.get(prefix + name)
+            part = None if link is None else link.managed.part
+            if part is not None and isinstance(value, Tensor) and value.shape == part.shape:
+                state[prefix + name] = part.of(value)

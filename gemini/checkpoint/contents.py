@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gemini.access.link import link_of
 from gemini.access.states import FlatAccess, StateAccess, States
 from gemini.checkpoint.manifest import GRADIENT, WEIGHT, GradientFact, OptimizerFact, ParameterFact, rank_key, state_key
-from gemini.checkpoint.tensor_files import Order, Part, can_hold, whole
+from gemini.checkpoint.tensor_files import Box, Order, Part, can_hold, whole
 from gemini.checkpoint.values import encode, name_of
 from gemini.errors import CheckpointError
 from gemini.model.sharded_model import ShardedModel
@@ -37,9 +37,9 @@ class Share(NamedTuple):
 
 
 def shares_of(managed: ManagedParameter) -> list[Share]:
-    """What this rank writes of a parameter: its shard, also of states that are whole everywhere; one replica writes."""
+    """What this rank writes of a parameter: its shard, also of states that are whole everywhere; one copy counts."""
     chunk = managed.chunk
-    if chunk.replica:
+    if chunk.replica or not managed.counts:
         return []
     is_whole = chunk.optim_layout.world_size == 1
     pieces = chunk.layout.pieces(chunk.rank, managed.offset, managed.numel)
@@ -47,6 +47,13 @@ def shares_of(managed: ManagedParameter) -> list[Share]:
         Share(each.payload_start - managed.offset, each.numel, each.payload_start if is_whole else each.shard_start)
         for each in pieces
     ]
+
+
+def inside(managed: ManagedParameter, box: Box) -> Box:
+    """A box of what is in a chunk of a parameter as one of the whole, which tensor parallelism may divide."""
+    if managed.part is None:
+        return box
+    return Box(tuple(at + own for at, own in zip(box.offsets, managed.part.offsets, strict=True)), box.sizes)
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class ChunkEntry:
         for key, managed in self.keys:
             order = Order.of(managed.stride, managed.shape)
             boxes = [
-                box
+                inside(managed, box)
                 for share in shares_of(managed)
                 for box, _ in order.boxes(managed.shape, share.start, share.start + share.numel)
             ]
@@ -161,7 +168,7 @@ class Contents:
 
     def _plain(self) -> tuple[list[Plain], list[str]]:
         """Tensors in no chunk that this rank writes, and the names of those whose values differ from rank 0's."""
-        communicator = self._manager.communicator
+        communicator = self._manager.communicator.everyone
         here = {name: each.detach() for name, each in self._untied() if link_of(each) is None}
         digests = [_digest(value) for value in here.values()]
         of_rank_0 = communicator.all_gather_bytes(b"".join(digests), "digests of buffers")[0]
@@ -196,7 +203,7 @@ class Contents:
         return [
             ParameterFact(
                 name=each.name,
-                shape=tuple(each.shape),
+                shape=tuple(each.whole_shape),
                 dtype=name_of(each.dtype),
                 aliases=tuple(aliases.get(each.index, ())),
                 trained=each.requires_grad,

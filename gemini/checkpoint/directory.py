@@ -18,13 +18,13 @@ from gemini.checkpoint.manifest import MANIFEST, Manifest, read_manifest, write_
 from gemini.errors import CheckpointError, GeminiError
 from gemini.log import get_dist_logger
 from gemini.memory.direct import write_all
-from gemini.ranks.communicator import Communicator
+from gemini.ranks.parts import AllRanks
 
 # -- What each rank does on files by itself: all ranks learn of a failure, and none waits for one that has failed.
 
 
 @contextmanager
-def together(communicator: Communicator, what: str) -> Iterator[None]:
+def together(communicator: AllRanks, what: str) -> Iterator[None]:
     """Around what each rank does on its files alone: if one fails, all raise. Collective at the end of the block.
 
     Raises CheckpointError with the first rank's reason on all ranks, whatever its class: files, and the user's own

@@ -19,6 +19,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA
 
 from gemini.access.link import link_of
 from gemini.access.states import FlatAccess, FullPrecisionAccess, States, take_masters
+from gemini.checkpoint.contents import inside
 from gemini.checkpoint.directory import Directory, together
 from gemini.checkpoint.manifest import (
     GRADIENT,
@@ -44,7 +45,7 @@ from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.optimizer.state_dict import CheckedState, check_optimizer_state, load_optimizer_state, numbers_of
 from gemini.placement.demand import Tier
 from gemini.progress import progress
-from gemini.ranks.communicator import Communicator
+from gemini.ranks.parts import AllRanks
 from gemini.runtime.binding import round_as_master
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from optim import HALF_DTYPES
@@ -111,7 +112,7 @@ def load_checkpoint(
         {'epoch': 3}
     """
     manager = model.chunk_manager
-    communicator = manager.communicator
+    communicator = manager.communicator.everyone
     # Weights, states and step counts are all set, and gradients dropped: nothing of the backward remains.
     manager.step.check_idle("load_checkpoint()", after_updates=optimizer is not None and not weights_only)
     what = f"load_checkpoint({str(directory)!r})"
@@ -149,7 +150,7 @@ class SavedCheckpoint:
             verify_headers(self.folder, rank_file)
         return OpenFiles({self.folder / name: its.crc32 for each in self.ranks for name, its in each.files.items()})
 
-    def verify(self, communicator: Communicator) -> None:
+    def verify(self, communicator: AllRanks) -> None:
         """Verify this rank's part of the files."""
         own = self.ranks[communicator.rank :: communicator.world_size]
         total = sum(summary.num_bytes for each in own for summary in each.files.values())
@@ -193,7 +194,7 @@ class _Load:
 
     def check(self, scheduler: Any, data: Any) -> _Fitting:
         """See whether everything fits. Local; changes nothing. Raises CheckpointError, ValueError or KeyError."""
-        manifest, rank = self._manifest, self._manager.communicator.rank
+        manifest, rank = self._manifest, self._manager.communicator.everyone.rank
         self._check_tensors()
         self._check_expanded()
         its = self._source.ranks[rank] if rank < manifest.world_size else None
@@ -292,7 +293,7 @@ class _Load:
     def _tensors(self) -> Iterator[tuple[str, Any]]:
         """The parameters and buffers of the model; a tied one under its first name."""
         for managed in self._manager.parameters:
-            yield managed.name, managed.placeholder
+            yield managed.name, torch.empty(managed.whole_shape, dtype=managed.dtype, device="meta")
         yield from self._plain_tensors()
 
     def _plain_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -378,8 +379,8 @@ class _Load:
 
     def _plain_stored(self) -> Iterator[tuple[str, Tensor, StoredTensor]]:
         """Tensors in no chunk, and what they become: this rank's own, where it has saved others than rank 0's."""
-        rank = self._manager.communicator.rank
-        is_alike = self._manifest.world_size == self._manager.communicator.world_size
+        everyone = self._manager.communicator.everyone
+        rank, is_alike = everyone.rank, self._manifest.world_size == everyone.world_size
         for name, value in self._plain_tensors():
             key = WEIGHT + self._names.get(name, name)
             own = self._source.tensors.get(rank_key(rank, key)) if is_alike else None
@@ -512,6 +513,7 @@ class _Reader:
     """Reads runs of one parameter's elements, in the order of its memory."""
 
     def __init__(self, managed: ManagedParameter, stored: StoredTensor, files: OpenFiles) -> None:
+        self._managed = managed
         self._shape = tuple(managed.shape)
         self._order = Order.of(managed.stride, managed.shape)
         self._stored = stored
@@ -528,7 +530,9 @@ class _Reader:
         at = 0
         for box, sizes in self._order.boxes(self._shape, start, start + out.numel()):
             piece = out[at : at + box.numel].view(sizes)
-            self._stored.read(box, self._files, piece.permute(self._order.back) if sizes else piece)
+            self._stored.read(
+                inside(self._managed, box), self._files, piece.permute(self._order.back) if sizes else piece
+            )
             at += box.numel
 
 

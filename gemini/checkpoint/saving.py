@@ -27,7 +27,7 @@ from gemini.memory.transfer import CopyRoom, Loan, spare_bytes
 from gemini.model.sharded_model import ShardedModel
 from gemini.monitor.readings import HostSource, share_of_host
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
-from gemini.ranks.communicator import Communicator
+from gemini.ranks.parts import AllRanks
 
 _ALIKE = "All ranks must save alike"
 
@@ -108,7 +108,7 @@ def save_checkpoint(
     """
     keep = Keep(keep) if isinstance(keep, int) else keep
     manager = model.chunk_manager
-    communicator = manager.communicator
+    communicator = manager.communicator.everyone
     manager.step.check_idle("save_checkpoint()")
     if optimizer is not None:
         optimizer.refuse_exchanged("save_checkpoint() with the optimizer")
@@ -167,7 +167,7 @@ class PendingCheckpoint:
     """
 
     def __init__(
-        self, task: Task, communicator: Communicator, contents: Contents, room: CopyRoom, asynchronous: bool
+        self, task: Task, communicator: AllRanks, contents: Contents, room: CopyRoom, asynchronous: bool
     ) -> None:
         self.path = task.final
         """Where the checkpoint is once it is complete."""
@@ -272,7 +272,7 @@ def _ended(error: BaseException) -> CheckpointError:
     return CheckpointError(reason_of(error))
 
 
-def _begin(directory: Directory, tag: str, communicator: Communicator) -> tuple[Path, Draft | None]:
+def _begin(directory: Directory, tag: str, communicator: AllRanks) -> tuple[Path, Draft | None]:
     """Make the folder, and see that it is the same one on all ranks: with the draft, on rank 0. Collective."""
     what = f"save_checkpoint({str(directory.path)!r})"
     draft: Draft | None = None

@@ -515,7 +515,7 @@ def initialize(
         dist_init_required: False: a process group exists already. Otherwise it is made if there is none.
         collate_fn: for the loader.
         config: a dict, or the path of a JSON file, in DeepSpeed's keys or gemini's.
-        mesh_param: must be None: sharding over a mesh of ranks is not there.
+        mesh_param: must be None: gemini.initialize() takes a `device_mesh`, which names what its dimensions divide.
         config_params: an older name of `config`.
 
     Returns the engine, its optimizer, the loader and the schedule. Raises ConfigError without a config or for one that
@@ -553,5 +553,9 @@ def _only(sources: Iterable[Source], mesh_param: Any) -> Source:
             f"initialize() needs one config, as config=, config_params= or args.deepspeed_config, found {len(given)}"
         )
     if mesh_param is not None:
-        raise ConfigError("mesh_param: sharding over a mesh of ranks is not there; leave it out")
+        raise ConfigError(
+            "mesh_param: leave it out for data and sequence ranks, which share shards all together. For another mesh "
+            "call gemini.initialize(device_mesh=init_device_mesh(..., mesh_dim_names=('dp_replicate', 'dp_shard'))): "
+            "docs/parallelism.md"
+        )
     return given[0]

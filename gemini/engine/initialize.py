@@ -220,7 +220,7 @@ def _disk_of(optimizer: OptimizerLike, config: Config) -> dict[str, Any]:
 def _num_ranks(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> int:
     # There is no communicator yet that could be asked.
     if device_mesh is not None:
-        return device_mesh.size()
+        return ranks_in(None, device_mesh).world_size
     if process_group is not None:
         return process_group.size()
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -164,6 +164,10 @@ _SAID_BY_ARGUMENTS = {
     "steps_per_print": "logging_steps of TrainingArguments does it",
     "drop_last": "dataloader_drop_last of TrainingArguments does it",
 }
+_PARALLEL = (
+    "divides models itself: leave it out, and give Trainer(...) a model that is divided, or that exchanges tokens, "
+    "already (docs/parallelism.md)"
+)
 _SHARDS = "shards the model itself: leave it out, and give Trainer(...) the stage and the budgets"
 # Each function returns the value that the message quotes, or a false one where the argument is not given.
 _REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -172,7 +176,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "wants the package deepspeed: leave it out, and give the same file to Trainer(config=...)",
     ),
     "fsdp": (lambda args: args.fsdp, _SHARDS),
-    "parallelism_config": (lambda args: args.parallelism_config, "divides models in ways that gemini does not"),
+    "parallelism_config": (lambda args: args.parallelism_config, _PARALLEL),
     "auto_find_batch_size": (
         lambda args: args.auto_find_batch_size,
         "starts a training again after one rank has run out of memory, which the others do not follow: choose "

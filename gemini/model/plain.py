@@ -32,6 +32,7 @@ from gemini.log import warn_at_script
 from gemini.model.hooks import Handles
 from gemini.model.operators import is_mark, is_parametrized, tensors_in
 from gemini.model.wrap import LOST
+from gemini.ranks.parts import is_dtensor
 from gemini.runtime.chunk import ManagedParameter
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.step import Step
@@ -211,12 +212,6 @@ def is_prepared(world_size: int) -> bool:
     return True
 
 
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether the tensor is a `DTensor`, as `fully_shard` makes them. Does not import DTensor, which takes long."""
-    dtensors = sys.modules.get("torch.distributed.tensor")
-    return dtensors is not None and isinstance(tensor, dtensors.DTensor)
-
-
 @functools.cache
 def refuse_wrappers() -> RemovableHandle:
     """Register a hook, once per process, that refuses to put a sharded model into DDP or into a model of peft's.
@@ -363,9 +358,15 @@ class PlainCopies:
 
         memo: the memo of the running `copy.deepcopy`, which keeps tied parameters tied.
         """
+        links = {link.managed.index: link for p in module.parameters() if (link := link_of(p)) is not None}
+        for link in links.values():
+            if link.managed.part is not None and link.managed.part.layout is not None:
+                raise UnsupportedError(
+                    f"copy.deepcopy() of a module with tensor parallelism: {link.managed.name!r} would be this rank's "
+                    "part in it. Load model.state_dict(), which has wholes, into another plain module"
+                )
         with self._step.publishing():
             self._step.check_idle("copy.deepcopy()")
-            links = {link.managed.index: link for p in module.parameters() if (link := link_of(p)) is not None}
             # In the order of chunks, which is the same on all ranks and fetches each chunk once.
             for index in sorted(links):
                 key = id(links[index].managed.parameter)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gemini.access.link import Link, watch_gradients
 from gemini.access.released import ReleasedParameter, guard_placeholders
-from gemini.access.saved_tensors import SavedTensors
+from gemini.access.saved_tensors import SavedLocalTensors, SavedTensors
 from gemini.access.states import States
 from gemini.access.weights import StateHooks
 from gemini.building.store import built_link_of
@@ -34,6 +34,7 @@ from gemini.model.operators import (
     zero_ignored,
 )
 from gemini.model.plain import PlainCopies, check_module, check_wrapped, note_dtypes, refuse_wrappers
+from gemini.model.tensor_parallel import local_parameters
 from gemini.model.workload import most_activations
 from gemini.model.wrap import LOST, Wrapping, read_free
 from gemini.monitor.device import source_of
@@ -309,16 +310,17 @@ class ShardedModel(FsdpMethods):
             raise TypeError(f"cast_inputs must be True or False, or None, found {cast_inputs!r}")
         check_dtype("output_dtype", output_dtype)
         ignored = ignored_in(module, settings)
-        by_name = dict(module.named_parameters())
-        check_module(by_name, ignored)
-        with tied_aliases(module) as ties:
+        mesh = ranks_in(process_group, device_mesh)
+        with local_parameters(module, mesh, ignored) as (local, mesh), tied_aliases(module) as ties:
+            by_name = dict(module.named_parameters())
+            check_module(by_name, ignored)
             warn_of_ties(ties)
             if ties:  # a name that is ignored may be that of another parameter now
                 by_name, ignored = dict(module.named_parameters()), ignored_in(module, settings)
             super().__init__()
             self._ignored, self._casts_inputs = ignored, bool(cast_inputs)
-            mesh, settings = ranks_in(process_group, device_mesh).divided(settings)
-            wrapping = Wrapping(module, by_name, ignored, settings, mesh, self._casts_inputs)
+            mesh, settings = mesh.divided(settings)
+            wrapping = Wrapping(module, by_name, ignored, settings, mesh, self._casts_inputs, local)
             try:
                 with wrapping.communicator.publishing():
                     plan, refused = wrapping.plan()
@@ -343,7 +345,7 @@ class ShardedModel(FsdpMethods):
         self.chunk_manager = manager
         self._states = States(manager)
         step = manager.step
-        saved_tensors = SavedTensors(step)
+        saved_tensors = (SavedLocalTensors if wrapping.local.are_any else SavedTensors)(step)
         self._places: list[tuple[str, int]] = []  # places of parameters at their last check
         self.trainability = Trainability(manager)
         for managed in manager.parameters:
@@ -358,6 +360,7 @@ class ShardedModel(FsdpMethods):
             self._hooks.take_over_casts(casting.install(each))
         self._hooks.take_over(watch_gradients(step, manager.parameters))
         self._hooks.take_over(StateHooks(self._states).install(self.module))
+        self._hooks.take_over(wrapping.local.show(wrapping.operators, manager.chunks))
         table = self.module, wrapping.operators, manager, self.trainability, self._hooks
         self._table = OperatorTable(*table, self._ignored)
         self._is_wrapped = True

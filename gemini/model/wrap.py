@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from gemini.model.operators import (
     model_spec,
     weights_of,
 )
+from gemini.model.tensor_parallel import LocalParameters
 from gemini.monitor.device import DeviceSource, source_of
 from gemini.monitor.live import MemoryMonitor
 from gemini.monitor.readings import share_of_host
@@ -40,6 +41,7 @@ from gemini.placement.search import plan_first
 from gemini.progress import progress
 from gemini.ranks.communicator import Communicator, StepPosition
 from gemini.ranks.mesh import RankMesh
+from gemini.ranks.parts import TensorPart
 from gemini.runtime.binding import full_precision, set_all_weights, set_weights
 from gemini.runtime.chunk import Chunk, ManagedParameter, dense_stride, placeholder, set_data, unguarded
 from gemini.runtime.manager import ChunkManager
@@ -91,11 +93,16 @@ def bytes_freed(parameters: Iterable[nn.Parameter], device: torch.device, source
 
 
 def make_chunks(
-    plan: Plan, by_name: dict[str, nn.Parameter], device: torch.device, rank: int, replica: int
+    plan: Plan,
+    by_name: dict[str, nn.Parameter],
+    device: torch.device,
+    rank: int,
+    replica: int,
+    parts: Mapping[nn.Parameter, TensorPart],
 ) -> list[Chunk]:
     """The plan's chunks, with the place of each parameter in them, and no homes yet. Local.
 
-    rank, replica: which of the shards this rank holds, and which of its replicas.
+    rank, replica: which of the shards this rank holds, and which of its replicas. parts: of whole parameters.
     """
     uses = enumerate(plan.spec.first_uses(), start=1)  # position 0 is the model itself
     first_operator = {weight.name: place for place, weights in uses for weight in weights}
@@ -132,7 +139,7 @@ def make_chunks(
             parameter = by_name[name]
             shown = placeholder_of(kind, device, parameter.shape)
             # `index` counts through all chunks: it numbers the parameters of the model.
-            managed = chunk.manage(parameter, name, index, offset, first_operator[name], shown)
+            managed = chunk.manage(parameter, name, index, offset, first_operator[name], shown, parts.get(parameter))
             # The given weight has more bits than the chunk's 16: the master must start from it.
             if trainable and kind in HALF_DTYPES and parameter.dtype is not kind:
                 managed.note_fractions()
@@ -478,7 +485,7 @@ class MovingOut:
     def _restart(self) -> bool:
         """Restart the communicators of all ranks. Returns whether anything may have moved. Collective."""
         if self.communicator.watch is not None:
-            self.communicator.restart()
+            self.communicator.restart(after_wrapping=True)
         # The hash is part of every tag, and only some ranks may have set it.
         self.communicator.follow_plan(0)
         has_plan, device = bool(self.chunks), self.communicator.device
@@ -596,10 +603,11 @@ class Wrapping:
         settings: Settings,
         mesh: RankMesh,
         cast_inputs: bool,
+        local: LocalParameters,
     ) -> None:
         """ignored: parameters of the module that go into no chunk. cast_inputs: as of `ShardedModel`.
 
-        mesh: the ranks; `settings` are `over` them.
+        mesh: the ranks; `settings` are `over` them. local: of `module`, which parts they are.
         """
         self.weights = weights_of(module, settings)
         self.casting: dict[nn.Module, InputCasting] = {**self.weights.casting}
@@ -623,6 +631,7 @@ class Wrapping:
         self._module = module
         self._by_name = by_name
         self._settings = settings
+        self.local = local
 
     def plan(self) -> tuple[Plan, BudgetError | None]:
         """The plan that all ranks have agreed on; if it is one for inference, why training is refused. Collective.
@@ -630,6 +639,7 @@ class Wrapping:
         Nothing has moved. Raises BudgetError if the model does not fit, and DivergenceError if ranks differ.
         """
         communicator, settings, by_name = self.communicator, self._settings, self._by_name
+        self.local.compare_copies(self._module, communicator)
         links = ((name, built_link_of(parameter)) for name, parameter in by_name.items())
         built = {name: link for name, link in links if link is not None}
         self._back.stores = stores_of(built.values(), communicator.ranks)
@@ -645,7 +655,8 @@ class Wrapping:
         free = read_free(settings, own, communicator, self._device)
         with progress("planning", sum(weight.numel * weight.dtype.itemsize for weight in spec.weights)):
             first, refused = plan_first(Packed(spec, settings, communicator.world_size), settings, free)
-        self._back.chunks = make_chunks(first, by_name, device, communicator.shard_rank, communicator.replica)
+        place = communicator.shard_rank, communicator.replica
+        self._back.chunks = make_chunks(first, by_name, device, *place, self.local.parts)
         # A policy of the user's was compared by its name alone: its placement may still differ by rank.
         had = placement_in_words(first.placement, first.budget_bytes)
         communicator.agree(first.hash.to_bytes(4, "little"), "the plan", had, PLACE_ALIKE)

@@ -247,7 +247,8 @@ def whole_optimizer_state(
                 mastered = [managed for managed in known if managed.owns_master]
                 copies = parts.full_precision(chunk).copies(mastered if keep else ())
                 masters |= {numbers[index]: master for index, master in copies.items()}
-    if not keep:
+        _join_parts(model, numbers, state, masters)
+    if rank0_only and step.communicator.everyone.rank != 0:
         return {}
     counting = count()
     packed = [{**group, "params": list(islice(counting, len(group["params"])))} for group in groups]
@@ -255,6 +256,38 @@ def whole_optimizer_state(
         if "adamw_mode" in group:  # by which torch's Adam tells whether the state is AdamW's
             group["decoupled_weight_decay"] = group["adamw_mode"]
     return {"state": dict(sorted(state.items())), "param_groups": packed, "masters": dict(sorted(masters.items()))}
+
+
+def _join_parts(
+    model: ShardedModel, numbers: Mapping[int, int], state: dict[int, dict[str, Any]], masters: dict[int, Tensor]
+) -> None:
+    """Put wholes in the place of tensors of which tensor parallelism leaves a part here. Collective over the parts."""
+    managed_of = {number: model.chunk_manager.parameters[index] for index, number in numbers.items()}
+    for number, managed in sorted(managed_of.items()):  # other parts may have other chunks, and have these numbers
+        part = managed.part
+        if part is None:
+            continue
+        entry = state.get(number, {})
+        for name, value in sorted(entry.items()):
+            if isinstance(value, Tensor) and value.shape == managed.shape and name != "step":
+                entry[name] = part.whole(value)
+        if number in masters:
+            masters[number] = part.whole(masters[number])
+
+
+def _parts_of(saved: Mapping[str, Any], by_number: Mapping[int, ManagedParameter]) -> Mapping[str, Any]:
+    """A state dict of wholes with this rank's parts in their place, where tensor parallelism divides parameters."""
+    if all(managed.part is None for managed in by_number.values()):
+        return saved
+
+    def own(number: int, value: Any) -> Any:
+        part = by_number[number].part if number in by_number else None
+        is_whole = part is not None and isinstance(value, Tensor) and value.shape == part.shape
+        return part.of(value) if part is not None and is_whole else value
+
+    state = {n: {name: own(n, each) for name, each in entry.items()} for n, entry in saved.get("state", {}).items()}
+    masters = {n: own(n, each) for n, each in saved.get("masters", {}).items()}
+    return {**saved, "state": state, **({"masters": masters} if "masters" in saved else {})}
 
 
 def names_by_chunk(communicator: Communicator, states: ChunkStates) -> dict[int, list[str]]:
@@ -342,7 +375,7 @@ def check_optimizer_state(
     Raises ValueError or KeyError.
     """
     by_number = {number: model.chunk_manager.parameters[index] for index, number in numbers_of(groups).items()}
-    saved = _numbered(saved)
+    saved = _parts_of(_numbered(saved), by_number)
     if states.averages is None:
         saved = _without_averages(saved)
     names_of = _names_by_group(states, saved.get("param_groups", ()))

@@ -448,7 +448,7 @@ class ChunkOptimizer:
         if self.summary is None or self.requested is None or self._seen != self._now():
             return 1.0
         # The norm is infinite or NaN here. A clip by it would make every gradient 0 or NaN.
-        if self.summary.non_finite is not None:
+        if not self.summary.is_finite:
             return 1.0
         # The gradients were summarised with the loss scale in them, and the bound is one of gradients without it.
         return clip_coefficient(self.summary.norm / self.scaling.value, self.requested[0])
@@ -638,6 +638,8 @@ class OptimizerStep:
         skipped = None
         factors = GradientFactors(1.0 / scale)
         bad = None if summary.non_finite is None else self._manager.parameters[summary.non_finite].name
+        if bad is None and not summary.is_finite:
+            bad = "a parameter that other ranks have a part of"
         was_used = step.grads.are_used
         if bad is not None and was_used:
             warn_at_script(

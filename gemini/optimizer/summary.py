@@ -42,6 +42,12 @@ class GradientSummary:
     has_gradient: bytes  # by parameter index: 1 or 0
     non_finite: int | None  # index of the first parameter with a non-finite gradient
     num_backwards: int  # backwards in this step: the mean over ranks, rounded up
+    is_bad_elsewhere: bool = False  # a part of the model that other ranks have has a non-finite gradient
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all gradients are, on all ranks."""
+        return self.non_finite is None and not self.is_bad_elsewhere
 
     def of(self, chunk: Chunk) -> bytes:
         """`has_gradient` by position in the chunk, whose parameters have consecutive indices."""
@@ -118,11 +124,21 @@ def summarize(
     both = both.to(device) if communicator.world_size > 1 else both  # one rank needs no copy to the device
     communicator.all_reduce_sum_(both, "gradient summary")
     both = both.cpu()
-    limbs, (num_backwards, *counts) = both[: limbs.numel()], both[limbs.numel() :].tolist()
+    num_limbs = limbs.numel()
+    num_backwards, *counts = both[num_limbs:].tolist()
     counts, bits, readings = counts[: len(words)], counts[len(words) :][: len(bits)], counts[len(words) + len(bits) :]
     if live is not None:
         live.agree(readings)
     _refuse_other_settings(communicator, settings, bits)
+    # These figures, too, come from sums over ranks, so that ranks cannot decide differently.
+    bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
+    # Ranks that have other parts of the model are in no group with these: one norm, and one decision, is for all.
+    of_model = torch.cat([both[:num_limbs], torch.tensor([len(bad)], dtype=torch.int64, device="cpu")])
+    if communicator.is_divided:
+        of_model = of_model.to(device)
+        communicator.sum_over_parts_(of_model)
+        of_model = of_model.cpu()
+    limbs = of_model[:num_limbs]
     if norm_type == 2.0:
         norm = norm_from_limbs(limbs)
     else:
@@ -135,11 +151,16 @@ def summarize(
         most = most.to(device)
         # Backends differ in the maximum of NaN, so NaNs are left out here and come from the limbs.
         communicator.all_reduce_max_(most, "largest gradient")
+        communicator.max_over_parts_(most)
         norm = math.nan if limbs[NAN_LIMB] else float(most)
-    # These figures, too, come from sums over ranks, so that ranks cannot decide differently.
-    bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
     has_gradient = bytes([word & (_NON_FINITE - 1) > 0 for word in counts])
-    return GradientSummary(norm, has_gradient, bad[0] if bad else None, -(-num_backwards // communicator.world_size))
+    return GradientSummary(
+        norm,
+        has_gradient,
+        bad[0] if bad else None,
+        -(-num_backwards // communicator.world_size),
+        is_bad_elsewhere=int(of_model[-1]) > len(bad),
+    )
 
 
 def settings_of_step(clip: object, loss_scale: float, param_groups: Sequence[dict[str, Any]]) -> str:
@@ -212,6 +233,10 @@ def _counted(chunk: Chunk, has_gradient: bytearray, ungrouped: Sequence[bool] | 
     if chunk.replica:
         return []
     several = chunk.layout.world_size > 1
+    # As if they were in no param group: ranks with other parts of the model have copies, of which one counts.
+    if chunk.has_copies:
+        left_out = ungrouped or [False] * len(chunk.parameters)
+        ungrouped = [each or not managed.counts for each, managed in zip(left_out, chunk.parameters, strict=True)]
     # On several ranks a parameter without a gradient has zeros, which add nothing: take whole shards.
     if ungrouped is None and several:
         pieces = list(chunk.layout.slices(chunk.rank))

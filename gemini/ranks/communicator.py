@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini.errors import DivergenceError, UnsupportedError, UpdatedInBackwardError
+from gemini.errors import DivergenceError, RankLostError, UnsupportedError, UpdatedInBackwardError
 from gemini.memory.modes import unhooked
 from gemini.memory.tier import lacks_memory
 from gemini.observe import Failed, Feed, Met, Reached
@@ -30,6 +30,7 @@ from gemini.placement.next_use import Events, Phase, StepEvent
 from gemini.ranks.exit_report import words_of
 from gemini.ranks.group import Connection, Links, dropped, end_dropped
 from gemini.ranks.mesh import RankMesh, Rows
+from gemini.ranks.parts import Everyone, PartsGroup
 from gemini.ranks.watchdog import IN_BACKWARD, IN_STEP, Watchdog, advice
 from sharding import InFlight, ShardLayout, Tag, TagMismatch, backends, check_backend
 
@@ -285,6 +286,16 @@ class Communicator:
         self._connection = Connection(mesh, self.watch, rank_timeout_s, device)
         self._use(self._connection.open())
         self._end_dropped()
+        self.parts = self._group_of(mesh.parts, rank_timeout_s)
+        self._whole = self._group_of(mesh.stages, rank_timeout_s) if mesh.stages else self.parts
+        # What all ranks of a model do together, whichever part of its tensors they have.
+        self.everyone: Communicator | Everyone = self if self.parts is None else Everyone(self, self.parts)
+
+    def _group_of(self, ranks: tuple[int, ...], rank_timeout_s: float) -> PartsGroup | None:
+        if len(ranks) <= 1:
+            return None
+        wait = None if self.watch is None else self.watch.wait
+        return PartsGroup(ranks, wait, rank_timeout_s, self.device)
 
     def _use(self, links: Links) -> None:
         self._links, (self.collectives, self._shards) = links, links
@@ -432,6 +443,21 @@ class Communicator:
         with self._agreeing():
             self.collectives.all_reduce_max_(tensor, tag)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether other ranks have other parts, or stages, of the model."""
+        return self._whole is not None
+
+    def sum_over_parts_(self, tensor: Tensor) -> None:
+        """Replace `tensor`, equal on the ranks of this part, by the sum over parts and stages. Collective."""
+        if self._whole is not None:
+            self._whole.collectives.all_reduce_sum_(tensor)
+
+    def max_over_parts_(self, tensor: Tensor) -> None:
+        """Replace `tensor`, equal on the ranks of this part, by the maximum over parts and stages. Collective."""
+        if self._whole is not None:
+            self._whole.collectives.all_reduce_max_(tensor)
+
     def least(self, numbers: Sequence[int], what: str) -> list[int]:
         """The minimum of each number over ranks: the negated maximum of the negated numbers. Collective."""
         found = torch.tensor([-number for number in numbers], dtype=torch.int64, device=self.device)
@@ -500,9 +526,21 @@ class Communicator:
         with self._agreeing():
             return self.collectives.all_gather_bytes(data, tag)
 
-    def restart(self) -> None:
-        """Replace the process group after a failure that every rank caught. Collective."""
+    def restart(self, after_wrapping: bool = False) -> None:
+        """Replace the process group after a failure that every rank caught. Collective.
+
+        after_wrapping: the failure was in wrapping, which runs nothing of the user's.
+
+        Raises RankLostError for a model of several parts that has failed in a forward or backward: the other parts may
+        wait inside of it, in collectives of torch's own, and would take those of another forward for them.
+        """
         self._refuse_forked()
+        ran = Phase(self.position.now % len(Phase)) in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
+        if self.is_divided and ran and not after_wrapping:
+            raise RankLostError(
+                "a model divided by tensor or pipeline parallelism cannot go on after a failure: ranks of other parts "
+                "may wait in collectives of torch's own. Start it again from a checkpoint"
+            )
         if self.watch is not None:
             self.watch.next_generation()
             # Ranks have failed at different points: tags that went on from there would differ in the first collective.
@@ -516,7 +554,12 @@ class Communicator:
         if self._connection.is_open and self.watch is not None and not self.watch.failed:
             self.drop_pass()
             self._end_dropped()
+        has_failed = self.watch is not None and self.watch.failed
         self._use(self._connection.close(self._links))
+        for group in {id(group): group for group in (self.parts, self._whole) if group is not None}.values():
+            group.close(has_failed)
+        self.parts = self._whole = None
+        self.everyone = self
 
     def _end_dropped(self) -> None:
         """End the groups of models that were dropped without `close()`. Collective. See [Note: Dropped groups]."""

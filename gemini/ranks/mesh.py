@@ -1,8 +1,8 @@
-"""The ranks of one model as a mesh: replicas of shards (HSDP). A mesh of one row is a process group.
+"""The ranks of one model as a mesh: replicas of shards (HSDP), and other dimensions that divide the model or its data.
 
-Each row is a group of ranks that hold a model's shards once; ranks of one column hold the same shard. Chunks are
-gathered within a row. A gradient is reduced within its row, and then over its column. Whatever ranks agree on concerns
-all of them, which have a group of their own.
+A mesh of one row is a process group. Each row is a group of ranks that hold a model's shards once; ranks of one column
+hold the same shard. Chunks are gathered within a row. A gradient is reduced within its row, and then over its column.
+Whatever ranks agree on concerns all of them, which have a group of their own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ class RankMesh:
     Args:
         group: all of them. None: this process alone.
         rows: their division. One row: all ranks share the shards.
+        parts: global ranks, with this one, that have the same data and other parts of the model's tensors (tensor
+            parallelism). None of them is in `rows` but this one. Empty: there are no parts.
+        stages: likewise, with those that have other layers (pipeline parallelism). Empty: those of `parts`.
     """
 
     group: dist.ProcessGroup | None
     rows: Rows
+    parts: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> RankMesh:
@@ -55,19 +60,34 @@ class RankMesh:
             )
         size = its if asked is None else asked
         settings = replace(settings, shard_group_size=size).over(self.world_size)
-        plain = RankMesh.of(self.group)
+        plain = replace(self, rows=RankMesh.of(self.group).rows)
         if settings.shard_group_size is None:
             return plain, settings
         if len(self.rows) > 1:
             return self, settings
         (row,) = plain.rows
-        return RankMesh(self.group, tuple(row[start : start + size] for start in range(0, len(row), size))), settings
+        rows = tuple(row[start : start + size] for start in range(0, len(row), size))
+        return replace(self, rows=rows), settings
+
+
+# -- Dimensions by their names, as torchtitan, Accelerate and transformers call them.
+#
+# Without such names a mesh of two dimensions is (replicate, shard), as in FSDP2, and one of one dimension shards. Ranks
+# of a sequence dimension have other tokens of one sequence and the same weights, so they share shards as ranks with
+# other sequences do. Ranks of "tp" and "pp" have other weights: they share no shards with this one.
+
+
+REPLICATE, SHARD = ("replicate", "dp_replicate"), ("shard", "dp_shard", "dp", "data", "fsdp")
+SEQUENCE = ("cp", "sp", "context", "sequence", "ulysses")
+TENSOR, STAGE = "tp", "pp"
+_TELLING = {*SEQUENCE, TENSOR, STAGE}
 
 
 def ranks_in(process_group: dist.ProcessGroup | None, device_mesh: Any = None) -> RankMesh:
     """The ranks that share a model: those of the mesh or of the group, else as `ranks_of(None)`. Collective.
 
     device_mesh: a `DeviceMesh` of one dimension, which is a group, or of two: the first replicates, the second shards.
+        With names such as "dp", "cp", "tp" and "pp": see above.
     Raises TypeError, ValueError or UnsupportedError for another one, and what `ranks_of` raises.
     """
     if device_mesh is None:
@@ -80,18 +100,58 @@ def ranks_in(process_group: dist.ProcessGroup | None, device_mesh: Any = None) -
 
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a torch DeviceMesh or None, found {type(device_mesh).__name__}")
-    if device_mesh.ndim > 2:
-        names = device_mesh.mesh_dim_names or ("replicate", "shard")
-        raise UnsupportedError(
-            f"a device_mesh has one dimension (shard) or two (replicate, shard), found {device_mesh.ndim}: give the "
-            f"part over which this model is trained, such as mesh[{names[0]!r}, {names[1]!r}]"
-        )
+    names = device_mesh.mesh_dim_names or ()
     if device_mesh.get_coordinate() is None:
         raise UnsupportedError(
             f"rank {dist.get_rank()} is not in the device_mesh {device_mesh}: wrap the model on its ranks"
         )
-    table = device_mesh.mesh.tolist()
-    rows: Rows = tuple(map(tuple, table)) if device_mesh.ndim == 2 else (tuple(table),)
+    if _TELLING.intersection(names) and device_mesh.ndim > 1:
+        return _by_name(device_mesh, names)
+    if device_mesh.ndim > 2:
+        names = names or ("replicate", "shard")
+        raise UnsupportedError(
+            f"a device_mesh has one dimension (shard) or two (replicate, shard), found {device_mesh.ndim}: give the "
+            f"part over which this model is trained, such as mesh[{names[0]!r}, {names[1]!r}], or name its dimensions: "
+            f"{_names_in_words()}"
+        )
+    return _of_rows(device_mesh, device_mesh.ndim - 1)
+
+
+def _by_name(device_mesh: Any, names: tuple[str, ...]) -> RankMesh:
+    """The ranks of a mesh whose dimensions have names that say what they divide. Collective where it makes groups."""
+    unknown = [name for name in names if name not in (*REPLICATE, *SHARD, *_TELLING)]
+    replicating = tuple(name for name in names if name in REPLICATE)
+    sharing = tuple(name for name in names if name in (*SHARD, *SEQUENCE))
+    if unknown or not (replicating or sharing):
+        what = f"unknown dimensions {', '.join(map(repr, unknown))}" if unknown else "no dimension for data"
+        raise UnsupportedError(f"the device_mesh {names} has {what}: {_names_in_words()}")
+    if names[: len(replicating)] != replicating and sharing:
+        raise UnsupportedError(
+            f"the device_mesh {names} must have {', '.join(replicating)} before the other dimensions"
+        )
+    data = _of_rows(device_mesh[(*replicating, *sharing)], len(replicating))
+    own = dict(zip(names, device_mesh.get_coordinate(), strict=True))
+
+    def along(*kept: str) -> tuple[int, ...]:
+        place = tuple(slice(None) if name in kept else own[name] for name in names)
+        found: list[int] = device_mesh.mesh[place].flatten().tolist()
+        return tuple(found) if len(found) > 1 else ()
+
+    return replace(data, parts=along(TENSOR), stages=along(STAGE, TENSOR) if STAGE in names else ())
+
+
+def _names_in_words() -> str:
+    kinds = (
+        (f"{', '.join(REPLICATE)} (replicas)", f"{', '.join(SHARD)} (data)"),
+        (f"{', '.join(SEQUENCE)} (tokens of a sequence)", f"{TENSOR} (parts of tensors)", f"{STAGE} (stages)"),
+    )
+    return "known names are " + "; ".join(each for its in kinds for each in its)
+
+
+def _of_rows(device_mesh: Any, num_replicating: int) -> RankMesh:
+    """The ranks of a mesh whose first dimensions replicate, and whose others shard. May make a group: collective."""
+    table = device_mesh.mesh
+    rows: Rows = tuple(map(tuple, table.reshape(table.shape[:num_replicating].numel(), -1).tolist()))
     everyone = sorted(rank for row in rows for rank in row)
     if everyone == list(range(dist.get_world_size())):
         group = dist.group.WORLD

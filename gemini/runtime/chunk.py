@@ -19,6 +19,7 @@ from gemini.memory.slot import KeptSlot, Slot
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import Region, wait_on_host, wait_on_stream
 from gemini.placement.demand import Kind, Tier
+from gemini.ranks.parts import TensorPart
 from optim import is_dense
 from sharding import Piece, ShardLayout
 
@@ -372,6 +373,17 @@ class ManagedParameter(ParamPlace):
     requires_grad: bool  # as of the last forward that built a graph
     operator: int  # position table index of the first operator that owns it
     has_fractions: bool = False  # its fp32 master may hold more than its 16-bit weights; equal on all ranks
+    part: TensorPart | None = None  # of a whole parameter, which tensor parallelism divides; None: there is none
+
+    @property
+    def counts(self) -> bool:
+        """Of ranks that have copies for tensor parallelism, this one adds it to norms and writes it to checkpoints."""
+        return self.part is None or self.part.counts
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """The shape of the whole parameter, of which tensor parallelism may leave a part here."""
+        return self.shape if self.part is None else self.part.shape
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -462,6 +474,7 @@ class Chunk(ChunkHomes, ChunkUse):
     trainable: bool  # at least one parameter is: the chunk has gradient, master and optimizer state
     parameters: list[ManagedParameter] = field(default_factory=list)
     raw: list[nn.Parameter] = field(default_factory=list)  # the parameters themselves, by position
+    has_copies: bool = False  # of some parameter another rank's copy counts, see `ManagedParameter.counts`
 
     state: ParamState = ParamState.RELEASED  # `become` alone writes `state` and the three below
     holds_grad: bool = False  # the parameter home holds the reduced gradient now, see runtime/grad_homes.py
@@ -481,9 +494,16 @@ class Chunk(ChunkHomes, ChunkUse):
         return [managed.offset for managed in self.parameters]
 
     def manage(
-        self, parameter: nn.Parameter, name: str, index: int, offset: int, operator: int, placeholder: Tensor
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        index: int,
+        offset: int,
+        operator: int,
+        placeholder: Tensor,
+        part: TensorPart | None = None,
     ) -> ManagedParameter:
-        """Add a parameter, which lies in the payload from element `offset` on."""
+        """Add a parameter, which lies in the payload from element `offset` on. part: of a whole; None: it is whole."""
         managed = ManagedParameter(
             name=name,
             position=len(self.parameters),
@@ -496,7 +516,9 @@ class Chunk(ChunkHomes, ChunkUse):
             placeholder=placeholder,
             requires_grad=parameter.requires_grad,
             operator=operator,
+            part=part,
         )
+        self.has_copies |= not managed.counts
         self.parameters.append(managed)
         return managed
 

@@ -40,6 +40,8 @@ class Payloads:
         self.grads = grads
         self._reductions = reductions
         self.is_alone = params.communicator.world_size == 1
+        # Outside of its operator a part of a tensor must not be taken for the whole: `access/link.py` has to be asked.
+        self._shows_all = not params.communicator.is_divided
         self.has_room = False  # slots and buffers have their memory
         self._work = params.memory.work
         self.note_placement()
@@ -58,7 +60,7 @@ class Payloads:
         self.take_room()
         # While a thread still updates weights at home, operators fetch: each waits for its own. On several ranks where
         # payloads are decides about collectives, and how far this rank's thread has come must not.
-        self.is_resident = self._never_leave and not (self.is_alone and self._work.is_busy)
+        self.is_resident = self._never_leave and self._shows_all and not (self.is_alone and self._work.is_busy)
 
     def take_room(self) -> None:
         """Allocate all slots and buffers at the first use, in one go.

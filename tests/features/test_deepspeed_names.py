@@ -197,7 +197,7 @@ def test_a_script_may_ask_for_the_version_of_its_names() -> None:
         ("", "nothing_of_theirs", "docs/coming_from.md"),
         (".comm", "log_summary", "torch.profiler"),
         (".comm", "nothing_of_theirs", "torch.distributed"),
-        (".utils", "groups", "no tensor, sequence or expert groups"),
+        (".utils", "groups", "other groups are those of your own DeviceMesh"),
         (".runtime", "activation_checkpointing", "torch.utils.checkpoint"),
         (".runtime.utils", "clip_grad_norm_", "gemini.clip_grad_norm_"),
         (".runtime.zero", "TiledLinearReturnBias", "gemini.TiledLinear"),

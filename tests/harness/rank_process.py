@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness.meshes import kept_groups
 from tests.harness.seed import seed
 
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -67,7 +68,7 @@ def _one_case(pipe: Connection, rank: int, world_size: int) -> int:
 def _destroy_groups() -> None:
     """Those of models that a case did not close: each has threads that gloo wakes a hundred times a second."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
+        if group is not dist.group.WORLD and group not in kept_groups:
             dist.destroy_process_group(group)
 
 

@@ -288,6 +288,14 @@ _MEAN = NoEffect("the mean over ranks is made in fp32, after the sum")
 _PROFILERS = NoEffect("torch.profiler shows each fetch, reduction and update by name; an Observer counts every move")
 _ACTIVATIONS = NoEffect("activations are checkpointed where the model calls torch.utils.checkpoint, and stay there")
 _OTHER_PARALLELISM = "parameters are divided over data-parallel ranks only"
+_TENSOR_PARALLEL = (
+    "torch's parallelize_module(model, mesh['tp'], plan) divides the tensors, and initialize(device_mesh=mesh['dp']) "
+    "shards the rest: docs/parallelism.md"
+)
+_SEQUENCE_PARALLEL = (
+    "leave it out: ranks with other tokens of a sequence share shards like those with other sequences. Give batch "
+    "sizes as if each rank had sequences of its own: docs/parallelism.md"
+)
 
 
 # Configs carry sections of features that they switch off. These ask for nothing, so they are not refused.
@@ -465,9 +473,9 @@ _NOT_HERE = [
     Key(
         "tensor_parallel",
         Section,
-        Refused(_OTHER_PARALLELISM, lambda section: section.get("autotp_size", 0) in (0, 1)),
+        Refused(_TENSOR_PARALLEL, lambda section: section.get("autotp_size", 0) in (0, 1)),
     ),
-    Key("sequence_parallel_size", Count, Refused(_OTHER_PARALLELISM, (0, 1))),
+    Key("sequence_parallel_size", Count, Refused(_SEQUENCE_PARALLEL, (0, 1))),
     Key("pipeline", Section, Refused(_OTHER_PARALLELISM, ({},))),
     Key("use_data_before_expert_parallelism", bool, Refused(_OTHER_PARALLELISM)),
     Key("sparse_attention", Section, Refused("the model computes its own attention", ({},))),
