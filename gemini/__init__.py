@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from gemini.observe import Move, Observer
     from gemini.optimizer.sharded_optimizer import ShardedOptimizer
     from gemini.optimizer.state_dict import state_hash
+    from gemini.optimizer.whole_tensor import per_tensor
     from gemini.placement.budget import FreeBytes
     from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
     from gemini.placement.plan import Plan
@@ -156,6 +157,7 @@ __all__ = [
     "launch_from_slurm",
     "launch_from_torch",
     "load_checkpoint",
+    "per_tensor",
     "plan_model",
     "register_external_parameter",
     "safe_get_full_fp32_param",
@@ -264,6 +266,7 @@ _HOMES = {
     ),
     "gemini.optimizer.sharded_optimizer": ("ShardedOptimizer",),
     "gemini.optimizer.state_dict": ("state_hash",),
+    "gemini.optimizer.whole_tensor": ("per_tensor",),
     "gemini.placement.budget": ("FreeBytes",),
     "gemini.placement.demand": (
         "ChunkDemand",

@@ -19,7 +19,8 @@ from gemini.memory.arena import HostTier
 from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Tickets, wait_on_tier
 from gemini.model.sharded_model import ShardedModel
-from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
+from gemini.optimizer.elementwise import settings_in_words
+from gemini.optimizer.several import GroupRules, SeveralUpdates, UpdateRule
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate, ShardView, runs_of
 from gemini.placement.demand import Kind, StateHome, Tier, update_tier
 from gemini.placement.host_room import check_host_room_for_steps, check_room_at_rest
@@ -51,8 +52,9 @@ class ChunkOptimizerState:
     chunk: Chunk
     tier: Tier  # the tier on which all of `flats` rest
     num_planned: int  # number of flat states that the plan has room for
-    counts_steps: bool  # `step` is an int, not a tensor
+    is_fused: bool  # our Adam updates all parameters: every one has all of `flats`, and `step` is an int, not a tensor
     groups: list[int | None]  # by position: the param group; None for a parameter in no group
+    rules: GroupRules | None = None  # where groups differ in what updates them, or some are updated whole
     flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
     tickets: Tickets = field(default_factory=Tickets)  # of all `flats`
     dtype: torch.dtype = field(init=False)  # of each element of `flats`
@@ -174,7 +176,18 @@ class ChunkOptimizerState:
 
     def names(self, position: int) -> tuple[str, ...]:
         """The flat states of a parameter. Adam's exist from the start, a torch optimizer's once it has created them."""
-        return tuple(self.flats) if self.counts_steps else self.made[position]
+        if self.is_fused:
+            return tuple(self.flats)
+        always = None if self.rules is None else self.rules.names(self.groups[position])
+        return self.made[position] if always is None else always
+
+    def counts_steps(self, position: int) -> bool:
+        """Whether the parameter's `step` is an int, and not a tensor or what else an optimizer makes of it."""
+        return self.is_fused or (self.rules is not None and self.rules.counts_steps(self.groups[position]))
+
+    def is_whole(self, position: int) -> bool:
+        """Whether the parameter is updated whole, by an optimizer that treats each tensor by itself."""
+        return self.rules is not None and self.rules.is_whole(self.groups[position])
 
     def runs(self, steps: bytes) -> list[Run]:
         """The fewest runs of elements that are updated now and share group and scalars. Runs span paddings.
@@ -196,7 +209,9 @@ class ChunkOptimizerState:
         alike: list[tuple[Any, list[int]]] = []  # (what they share, positions)
         for position in active:
             shared = self.groups[position], self.made[position], self.scalars[position]
-            of_its_kind = next((its for other, its in alike if _share(other, shared)), None)
+            # A parameter that is updated whole is a run of its own, whatever its scalars.
+            others = () if self.is_whole(position) else alike
+            of_its_kind = next((its for other, its in others if _share(other, shared)), None)
             if of_its_kind is None:
                 alike.append((shared, [position]))
             else:
@@ -204,8 +219,14 @@ class ChunkOptimizerState:
         # The usual case: all parameters alike, so one run of all elements, paddings included.
         if len(alike) == 1 and len(active) == len(self.groups):
             return [Run(0, self.chunk.optim_numel, tuple(active), alike[0][0][0])]
-        in_one = self.counts_steps  # only our own Adam takes runs with spans
-        return [run for (group, *_), its in alike for run in runs_of(self.chunk, its, group, in_one)]
+        # Only our own Adam takes runs with spans. The run of a whole parameter is one, too, though its pieces may lie
+        # apart: what was made of it is written piece by piece.
+        in_one = [self.counts_steps(its[0]) or self.is_whole(its[0]) for _, its in alike]
+        return [
+            run
+            for ((group, *_), its), is_one in zip(alike, in_one, strict=True)
+            for run in runs_of(self.chunk, its, group, is_one)
+        ]
 
     def are_all(self, runs: Sequence[Run]) -> bool:
         """Whether the runs cover all elements of this rank, paddings included."""
@@ -293,18 +314,20 @@ class ChunkStates:
     def __init__(
         self,
         params: ParamStore,
-        update: ElementwiseUpdate,
+        update: UpdateRule,
         param_groups: list[dict[str, Any]],
         group_of: Mapping[int, int],
     ) -> None:
         """group_of: the param group of each parameter in a group, by parameter index."""
         self._params = params
         self._update = update
+        self._rules = GroupRules(update, param_groups) if isinstance(update, SeveralUpdates) else None
         self._param_groups = param_groups
         self._group_of = dict(group_of)
         self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order; may contain frozen chunks
         self._fp16: dict[int, Chunk] = {}  # the chunks in `by_chunk` with fp16 weights
-        self._flat_names: dict[int, tuple[str, tuple[str, ...]]] = {}  # by param group: its settings, its flat states
+        # The flat states of a parameter, by its param group and shape, with the settings of the group.
+        self._flat_names: dict[tuple[int, tuple[int, ...]], tuple[str, tuple[str, ...]]] = {}
         self._expected: Mapping[int, Collection[str]] = {}  # flat states that are about to be loaded, by chunk index
         self.have_changed = True  # as in `StateStore`
         self._num_held = 0  # number of flat states after the last step
@@ -464,7 +487,7 @@ class ChunkStates:
         number, groups = self._group_of[managed.index], groups or self._param_groups
         # Loaded hyperparameters decide which states an entry has: one of torch's Adam with `amsgrad=True` has a third
         # one.
-        return self._update.entry_names({**self._param_groups[number], **groups[number]})
+        return self._update.entry_names({**self._param_groups[number], **groups[number]}, tuple(managed.shape))
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError, or what a torch optimizer raises, for bad hyperparameters: by an update of no elements."""
@@ -522,7 +545,7 @@ class ChunkStates:
 
     def _new(self, chunk: Chunk, home: StateHome) -> ChunkOptimizerState:
         groups = self._groups(chunk, self._group_of)
-        return ChunkOptimizerState(chunk, *home, self._update.is_fused, groups)
+        return ChunkOptimizerState(chunk, *home, self._update.is_fused, groups, self._rules)
 
     def _allocate_missing(self, state: ChunkOptimizerState) -> None:
         state.allocate(self._missing(state), self._params)
@@ -531,19 +554,24 @@ class ChunkStates:
         """The flat states that the chunk's groups need and that it does not have."""
         # Sorted groups, and a dict in place of a set of names, whose order differs by process, give all ranks one order
         # of allocations.
-        groups = sorted({number for number in state.groups if number is not None})
-        names = {name: None for number in groups for name in self._names_in(number)}  # in order
+        # What an elementwise optimizer keeps depends on no shape, and a chunk may have thousands of parameters.
+        needing = {
+            (number, tuple(managed.shape) if state.is_whole(managed.position) else ())
+            for managed, number in zip(state.chunk.parameters, state.groups, strict=True)
+            if number is not None
+        }
+        names = {name: None for group in sorted(needing) for name in self._names_in(*group)}  # in order
         return [name for name in names if name not in state.flats]
 
-    def _names_in(self, number: int) -> tuple[str, ...]:
-        """The flat states of a param group. A trial update finds them, once for all chunks."""
+    def _names_in(self, number: int, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """The flat states of a param group's parameters. A trial update finds them, once for all chunks."""
         group = self._param_groups[number]
         settings = settings_in_words(group)
         # The answer depends on hyperparameters, which a user may set at any time: SGD keeps a buffer only while its
         # momentum is above 0.
-        if self._flat_names.get(number, ("",))[0] != settings:
-            self._flat_names[number] = settings, self._update.flat_names(group)
-        return self._flat_names[number][1]
+        if self._flat_names.get((number, shape), ("",))[0] != settings:
+            self._flat_names[number, shape] = settings, self._update.flat_names(group, shape)
+        return self._flat_names[number, shape][1]
 
     @staticmethod
     def _groups(chunk: Chunk, group_of: Mapping[int, int]) -> list[int | None]:

@@ -18,8 +18,9 @@ from gemini.memory.transfer import Region, wait_on_stream, wait_on_tier
 from gemini.memory.work import WorkTicket
 from gemini.observe import Span
 from gemini.optimizer.chunk_states import ChunkOptimizerState
-from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate
+from gemini.optimizer.elementwise import AdamUpdate
 from gemini.optimizer.given import GroupEdits
+from gemini.optimizer.several import UpdateRule
 from gemini.optimizer.shards import (
     TURNS,
     GradientFactors,
@@ -139,7 +140,7 @@ class ChunkUpdates:
         grads: GradStore,
         failures: Failures,
         states: Mapping[int, ChunkOptimizerState],
-        update: ElementwiseUpdate,
+        update: UpdateRule,
         param_groups: list[dict[str, Any]],
         defers: bool,
     ) -> None:
