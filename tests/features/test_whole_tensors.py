@@ -100,7 +100,8 @@ def test_each_matrix_is_orthogonalised_once_a_step_whatever_the_micro_batches(ra
         assert len(everywhere) == 3 * num_matrices
         assert {(40, WIDTH), (40, 40), (8, 16)} == set(everywhere)
         if world_size > 1 and most > 1:
-            assert all(gathered(len(calls))), "every rank has a share of the work"
+            busy = sum(each > 0 for each in gathered(len(calls)))
+            assert busy == min(world_size, num_matrices), "ranks share the work"
         model.close()
 
 
@@ -337,3 +338,10 @@ def test_sam_is_two_backwards_in_the_loop(rank: int, world_size: int) -> None:
             its.zero_grad()
     assert_same(weights_of(model), weights_of(plain))
     model.close()
+
+
+@on_ranks(2, soak=(4,))
+def test_replicas_each_step_their_own_copy_alike(rank: int, world_size: int) -> None:
+    """All ranks see the same data: the order in which means are added does not count."""
+    model = wrapped("cuda", shard_group_size=world_size // 2)
+    train_beside_plain(0, 1, model, "muon", 0.1)
