@@ -55,7 +55,8 @@ class ChunkOptimizerState:
     is_fused: bool  # our Adam updates all parameters: every one has all of `flats`, and `step` is an int, not a tensor
     groups: list[int | None]  # by position: the param group; None for a parameter in no group
     rules: GroupRules | None = None  # where groups differ in what updates them, or some are updated whole
-    flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
+    flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each; two names may share one
+    held: dict[str, Tensor] = field(default_factory=dict)  # the same, each once, by the name of its memory
     tickets: Tickets = field(default_factory=Tickets)  # of all `flats`
     dtype: torch.dtype = field(init=False)  # of each element of `flats`
     update_tier: Tier = field(init=False)  # on which updates run: what rests on the disk is brought to the host
@@ -63,12 +64,14 @@ class ChunkOptimizerState:
     num_updates: int = 0  # with `edits`, it tells which copies that users have read are stale
     edits: Counter[tuple[int, str]] = field(default_factory=Counter)  # by position and name; "": of all names
     made: list[tuple[str, ...]] = field(init=False)  # by position: names of flat states that updates have created
+    whose: list[str | None] = field(init=False)  # by position: which of several optimizers has made its state
 
     def __post_init__(self) -> None:
         self.dtype = torch.float64 if self.chunk.dtype is torch.float64 else torch.float32
         self.update_tier = update_tier(self.tier)
         self.scalars = [None for _ in self.groups]
         self.made = [() for _ in self.groups]
+        self.whose = [None if self.rules is None or each is None else self.rules.whose(each) for each in self.groups]
         # The runs of the last step, and what they were derived from.
         self._runs: list[Run] = []
         self._runs_are_of: tuple[Any, ...] = ()
@@ -102,16 +105,22 @@ class ChunkOptimizerState:
     def free(self, names: Sequence[str], params: ParamStore) -> None:
         """Free flat states."""
         for name in names:
-            region = self.region(name)
             del self.flats[name]
-            params.memory.free(region, Kind.OPTIM)
+        used = {self.memory_of(name) for name in self.flats}
+        for name in [each for each in self.held if each not in used]:
+            params.memory.free(Region(self.tier, self.held.pop(name), self.tickets), Kind.OPTIM)
+
+    def memory_of(self, name: str) -> str:
+        """The name of the memory that a flat state lies in: its own, unless no parameter has both that share it."""
+        return name if self.rules is None else self.rules.memory_of(name)
 
     def _rest(self, names: list[str], tier: Tier, params: ParamStore) -> None:
-        tier = resting_tier(StateHome(tier, self.num_planned), len(names), params.memory)
+        memories = list(dict.fromkeys(map(self.memory_of, names)))
+        tier = resting_tier(StateHome(tier, self.num_planned), len(memories), params.memory)
         leaves = tier is not self.tier
         try:
             # All memory is taken before anything moves, so that a refusal leaves every state where it is.
-            taken = self._taken([name for name in names if leaves or name not in self.flats], tier, params)
+            taken = self._taken([each for each in memories if leaves or each not in self.held], tier, params)
         except BudgetError as refused:
             if tier is not Tier.DEVICE:
                 raise
@@ -123,14 +132,15 @@ class ChunkOptimizerState:
         # All states rest on one tier, where the update runs. Copy the present ones, and free the old memory only after
         # the copies have ended.
         if leaves:
-            moves = [(taken[name], self.region(name)) for name in self.flats]
+            moves = [(taken[name], Region(self.tier, flat, self.tickets)) for name, flat in self.held.items()]
             for to, source in moves:
                 params.memory.transfer.copy(to, source)
             wait_on_tier(*(region for pair in moves for region in pair))
             # `free` gives the memory back to `self.tier`, which must still be the old tier here.
             self.free(list(self.flats), params)
             self.tier, self.update_tier = tier, update_tier(tier)
-        self.flats.update((name, region.flat) for name, region in taken.items())
+        self.held.update((name, region.flat) for name, region in taken.items())
+        self.flats.update((name, self.held[self.memory_of(name)]) for name in names)
 
     def _taken(self, names: Sequence[str], tier: Tier, params: ParamStore) -> dict[str, Region]:
         """Allocate all of these states. Raises BudgetError, and holds none of them then."""
@@ -173,6 +183,21 @@ class ChunkOptimizerState:
     def regroup(self, groups: Sequence[int | None]) -> None:
         """The parameters are in these param groups now, by position."""
         self.groups[:] = groups
+
+    def follow_rules(self) -> None:
+        """Reset parameters that another optimizer updates from now on: as in plain PyTorch it has no state of them."""
+        if self.rules is None:
+            return
+        for managed, group in zip(self.chunk.parameters, self.groups, strict=True):
+            position = managed.position
+            whose = self.whose[position] if group is None else self.rules.whose(group)
+            if self.scalars[position] is not None and whose != self.whose[position]:
+                self.discard(managed)
+            self.whose[position] = whose
+
+    def name_staged(self, staged: dict[str, Tensor]) -> None:
+        """Add to copies of `held` on another tier the names that share them."""
+        staged.update({name: staged[self.memory_of(name)] for name in self.flats})
 
     def names(self, position: int) -> tuple[str, ...]:
         """The flat states of a parameter. Adam's exist from the start, a torch optimizer's once it has created them."""
@@ -387,7 +412,8 @@ class ChunkStates:
         state = self._of(chunk)
         # A state counts for as long as it has memory, also one that its group has stopped using, such as momentum that
         # was lowered to 0.
-        return len({*state.flats, *self._missing(state), *self._expected.get(chunk.index, ())})
+        names = *state.flats, *self._missing(state), *self._expected.get(chunk.index, ())
+        return len({state.memory_of(name) for name in names})
 
     @contextmanager
     def expecting(self, names: Mapping[int, Collection[str]]) -> Iterator[None]:
@@ -407,7 +433,7 @@ class ChunkStates:
         """A step ended, which may have made states that no plan counts, such as momentum that was raised from 0."""
         # Our Adam has all of its states from the start.
         if not self._update.is_fused:
-            before, self._num_held = self._num_held, sum(len(state.flats) for state in self.by_chunk.values())
+            before, self._num_held = self._num_held, sum(len(state.held) for state in self.by_chunk.values())
             self.have_changed |= self._num_held != before
 
     def add(self, chunk: Chunk, home: StateHome) -> None:
@@ -434,7 +460,7 @@ class ChunkStates:
         """Bytes on the host that the chunks' state still needs if it is planned at these homes."""
         there = (self.by_chunk[chunk.index] for chunk in homes if self.has(chunk))
         # `host_bytes` counts all states of a chunk, so those that are on the host already are subtracted.
-        held = sum(len(state.flats) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
+        held = sum(len(state.held) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
         return sum(self.host_bytes(chunk, home) for chunk, home in homes.items()) - held
 
     def add_all(self, homes: Mapping[Chunk, StateHome]) -> None:
@@ -518,6 +544,8 @@ class ChunkStates:
                 kept = names_before.get(index, [])
                 state.free([name for name in state.flats if name not in kept], self._params)
             raise
+        for state in self.by_chunk.values():
+            state.follow_rules()
 
     def allocate_all(self) -> None:
         """Allocate what the chunks lack of the states that their groups need. Raises BudgetError."""

@@ -151,6 +151,7 @@ class TorchUpdate:
     """
 
     is_fused = False
+    always_has: tuple[str, ...] | None = None  # see `AdamUpdate`: of SGD it depends on the momentum
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         kind = kind_of(optimizer)
@@ -278,6 +279,8 @@ class AdamUpdate:
     """The Adam of `optim.reference`, over any number of chunks at once."""
 
     is_fused = True  # one call takes runs with spans, of several chunks; step counts are plain numbers
+    always_has: tuple[str, ...] | None = ("exp_avg", "exp_avg_sq")
+    """The flat states of every parameter, if no setting changes them."""
 
     def flat_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> tuple[str, ...]:
         """The per-element states of a parameter of this param group. An elementwise optimizer's depend on no shape."""

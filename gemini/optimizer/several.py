@@ -77,6 +77,12 @@ class SeveralUpdates:
     def __init__(self, rules: Mapping[str, Rule]) -> None:
         """rules: by the name of their optimizer."""
         self._rules = dict(rules)
+        # No parameter has states of two optimizers, so they may lie in one memory: Muon's momentum of matrices where
+        # Adam's first moments of the vectors beside them do. What an optimizer keeps must not change with its settings:
+        # a state that came later might find another one of its parameter in its place.
+        always = sorted((rule.always_has or () for rule in rules.values()), key=len, reverse=True)
+        is_known = all(rule.always_has is not None for rule in rules.values())
+        self.memory_of = {name: first for its in always for name, first in zip(its, always[0])} if is_known else {}
 
     def of(self, group: Mapping[str, Any]) -> Rule:
         """The rule of a param group. Raises ValueError if the group does not say whose it is."""
@@ -144,6 +150,14 @@ class GroupRules:
     def counts_steps(self, group: int | None) -> bool:
         """Whether the step count of a parameter of this group is a plain number, and its states are always there."""
         return group is not None and isinstance(self._update.of(self._groups[group]), AdamUpdate)
+
+    def memory_of(self, name: str) -> str:
+        """The name of the memory that a flat state lies in: states that no parameter has both may share one."""
+        return self._update.memory_of.get(name, name)
+
+    def whose(self, group: int) -> str | None:
+        """The name of the optimizer that a group is of; None if there is one only."""
+        return self._groups[group].get(WHOSE)
 
     def names(self, group: int | None) -> tuple[str, ...] | None:
         """The states that parameters of this group always have. None: those that updates have made."""

@@ -188,7 +188,7 @@ class ChunkUpdates:
             tier = state.update_tier
             staged = staged_bytes(chunk, tier, loads=not self._update.is_fused)
             if state.tier is not tier:
-                staged |= dict.fromkeys(state.flats, state.num_flat_bytes)
+                staged |= dict.fromkeys(state.held, state.num_flat_bytes)
             if reduced.tier is not tier:
                 staged["gradient"] = reduced.nbytes
             for name, num_bytes in staged.items():
@@ -343,8 +343,10 @@ class ChunkUpdates:
             if self._memory.disk is not None:
                 self._memory.disk.refuse_if_ended()
             tickets = (moments or state.all_flats()).tickets
-            elsewhere = {name: Region(state.tier, flat, tickets) for name, flat in state.flats.items()}
+            elsewhere = {name: Region(state.tier, flat, tickets) for name, flat in state.held.items()}
         view = ShardView(chunk, homes, elsewhere, self._transfer, self._staging, state.update_tier, turn)
+        if elsewhere:
+            state.name_staged(view.staged_states)
         updates = [state.start(run, view) if run.numel else state.start(run) for run in runs]
         return _ChunkUpdate(state, view, gradient, moments, updates, turn, ticket)
 

@@ -149,6 +149,7 @@ class WholeTensorUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._kind = kind = kind_of(optimizer)
         self._is_known = _full_name(kind) in _KNOWN
+        self.always_has = ("momentum_buffer",) if _full_name(kind) == "torch.optim.Muon" else None
         # A copy of the user's object and not another of its class: its constructor may take what is in no group.
         self._worker: torch.optim.Optimizer = object.__new__(kind)
         vars(self._worker).update({name: copy.copy(value) for name, value in _own_fields(optimizer).items()})

@@ -1,6 +1,7 @@
 """Several optimizers of one model: one norm, clip, loss scale, step, list of groups, and state dict."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,4 +154,52 @@ def test_what_cannot_be_one_optimizer_is_refused() -> None:
             call()
     given[0].zero_grad()
     assert len(optimizer.param_groups) == 2
+    model.close()
+
+
+@pytest.mark.parametrize("place", ["cuda", "cpu"])
+@on_ranks(1, 2)
+def test_a_parameter_that_moves_to_another_optimizer_starts_there_from_fresh_state(
+    rank: int, world_size: int, place: str
+) -> None:
+    """Its states of the one lie where those of the other do."""
+
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices, rest = matrices_and_rest(model)
+        return [torch.optim.Muon(matrices[:-1], lr=0.05), gemini.HybridAdam([*rest, matrices[-1]], lr=1e-2)]
+
+    model, plain = wrapped(tensor_placement_policy=place), Plain("muon", world_size)
+    plain.optimizers = make(plain.model)
+    optimizer = ShardedOptimizer(model, make(model))
+    for step in range(4):
+        if step == 2:
+            moved, its = model.module.last.weight, plain.model.last.weight
+            muon, adam = optimizer.param_groups
+            muon["params"].append(moved)
+            adam["params"] = [p for p in adam["params"] if p is not moved]
+            plain.optimizers[0].param_groups[0]["params"].append(its)
+            group = plain.optimizers[1].param_groups[0]
+            group["params"] = [p for p in group["params"] if p is not its]
+        train_step(model, optimizer, rank, step)
+        plain.step(step)
+        assert_same(weights_of(model), weights_of(plain.model))
+    assert set(optimizer.state[model.module.last.weight]) == {"momentum_buffer"}
+    model.close()
+
+
+@on_ranks(1, 2)
+def test_states_that_share_memory_rest_on_the_disk_once(rank: int, world_size: int, tmp_path: Path) -> None:
+    model, plain = wrapped(tensor_placement_policy="disk", disk_path=tmp_path), Plain("muon", world_size)
+    optimizer = ShardedOptimizer(model, muon_and_adam(model))
+    for step in range(3):
+        train_step(model, optimizer, rank, step)
+        plain.step(step)
+    assert_same(weights_of(model), weights_of(plain.model))
+    saved = optimizer.state_dict()
+    number = 0
+    for each in plain.optimizers:
+        for parameter in each.param_groups[0]["params"]:
+            for name, value in each.state[parameter].items():
+                assert torch.equal(saved["state"][number][name], torch.as_tensor(value, dtype=torch.float32)), name
+            number += 1
     model.close()
