@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from gemini.optimizer.averages import Ema
     from gemini.optimizer.sharded_optimizer import ShardedOptimizer
     from gemini.optimizer.state_dict import state_hash
+    from gemini.optimizer.whole_tensor import per_tensor
     from gemini.placement.budget import FreeBytes
     from gemini.placement.demand import ChunkDemand, Demand, Kind, Placement, Tier
     from gemini.placement.plan import Plan
@@ -158,6 +159,7 @@ __all__ = [
     "launch_from_slurm",
     "launch_from_torch",
     "load_checkpoint",
+    "per_tensor",
     "plan_model",
     "register_external_parameter",
     "safe_get_full_fp32_param",
@@ -267,6 +269,7 @@ _HOMES = {
     "gemini.optimizer.averages": ("Ema",),
     "gemini.optimizer.sharded_optimizer": ("ShardedOptimizer",),
     "gemini.optimizer.state_dict": ("state_hash",),
+    "gemini.optimizer.whole_tensor": ("per_tensor",),
     "gemini.placement.budget": ("FreeBytes",),
     "gemini.placement.demand": (
         "ChunkDemand",

@@ -77,7 +77,7 @@ _INSTEAD = {
     "data_pipeline": _CURRICULA,
     "checkpoint": "engine.save_checkpoint(), load_checkpoint(); `gemini checkpoint import` reads DeepSpeed's folders",
     "DeepSpeedCPULion": "any elementwise optimizer of torch's works; its state may rest on the host",
-    "FusedLamb": "LAMB needs norms of whole layers, which no chunk has: FusedAdam, or a torch optimizer",
+    "FusedLamb": "gemini.per_tensor(optimizer) of a LAMB of your own, FusedAdam, or a torch optimizer",
     "get_fp32_state_dict_from_zero_checkpoint": _FP32,
     "load_state_dict_from_zero_checkpoint": _FP32,
     "convert_zero_checkpoint_to_fp32_state_dict": _FP32,

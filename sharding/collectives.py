@@ -15,7 +15,7 @@ makes the host wait for the stream. A caller that knows that all ranks agree pas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -342,6 +342,32 @@ class Collectives:
         self.bytes_sent += tensor.nbytes if self.rank == src else 0
         # Started asynchronously, like every launch here: in a blocking call this rank could not look for lost ranks.
         self.wait(dist.broadcast(tensor, group=self.group, group_src=src, async_op=True))
+
+    def exchange(
+        self,
+        sent: Tensor,
+        sent_numels: Sequence[int],
+        received: Tensor,
+        received_numels: Sequence[int],
+        tag: Tag | None = None,
+    ) -> None:
+        """Send each rank its part of `sent`, and fill `received` with the part that each rank has for this one.
+
+        Both are 1-D, of one dtype, in rank order: `sent_numels[rank]` elements for a rank, `received_numels[rank]` from
+        it. With a tag, raises `TagMismatch` on every rank, before anything is sent.
+        """
+        _check_flat("sent", sent, sum(sent_numels))
+        _check_flat("received", received, sum(received_numels))
+        if self.world_size == 1:
+            received.copy_(sent)
+            return
+        if tag is not None:
+            # Ranks that diverged may have parts of other sizes, of which a backend's error would say nothing.
+            self.check(tag, sent.device, "exchange")
+        self.calls["exchange"] += 1
+        self.bytes_sent += (sent.numel() - sent_numels[self.rank]) * sent.itemsize
+        sizes = list(received_numels), list(sent_numels)
+        self._order(dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True))
 
     def all_gather_bytes(self, data: bytes, tag: Tag | None = None) -> list[bytes]:
         """Every rank's bytes, in rank order. Lengths may differ. Nothing is unpickled.

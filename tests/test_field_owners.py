@@ -26,6 +26,7 @@ TORCHS = {"data", "_buffers"}
 # Writes by others: "FILE EXPRESSION", and the reason.
 BY_OTHERS = {
     "gemini/optimizer/elementwise.py self._worker.state": "a torch optimizer's dict of states by parameter",
+    "gemini/optimizer/whole_tensor.py self._worker.state": "the same",
     "gemini/model/operators.py parameter.grad": "a tensor's",
     "gemini/optimizer/elementwise.py worker.state": "the same",
     "gemini/optimizer/given.py optimizer.state": "the given torch optimizer's, which has none any more",

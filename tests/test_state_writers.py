@@ -42,6 +42,7 @@ CONTAINERS = {"fired", "expects"}  # an item that is written through a local nam
 # Attributes of other classes that are called the same: "FILE" or "FILE EXPRESSION", and why it is no state of ours.
 NAMESAKES = {
     "gemini/optimizer/elementwise.py self._worker.state": "a torch optimizer's dict of states by parameter",
+    "gemini/optimizer/whole_tensor.py self._worker.state": "the same",
 }
 SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)
 MUTATORS = {"append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update", "__setitem__"}

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -144,7 +144,7 @@ def length_of(loader: Any) -> int | None:
 # -- Assembles an `Engine` from the user's objects and a config. Both front ends share it.
 
 
-OptimizerLike = Optimizer | Callable[..., Optimizer] | None
+OptimizerLike = Optimizer | Sequence[Optimizer] | Callable[..., Optimizer | Sequence[Optimizer]] | None
 _GIVEN = "initialize() was given another one, which is used"
 SchedulerLike = Any  # a schedule, or a callable that makes one from an optimizer
 
@@ -233,8 +233,11 @@ def _check_kinds(optimizer: Any, criterion: Any, lr_scheduler: Any) -> None:
             f"optimizer={optimizer!r} is a name, which belongs into the config: "
             f"{{'optimizer': {{'type': {optimizer!r}, 'params': {{...}}}}}}"
         )
-    if not (optimizer is None or isinstance(optimizer, Optimizer) or callable(optimizer)):
-        raise TypeError(f"optimizer must be an optimizer, or a callable that makes one, found {optimizer!r}")
+    if not (optimizer is None or _are_optimizers(optimizer) or callable(optimizer)):
+        raise TypeError(
+            "optimizer must be an optimizer, a list of those of the model's parts, or a callable that makes one, found "
+            f"{optimizer!r}"
+        )
     if not (criterion is None or callable(criterion)):
         raise TypeError(f"criterion must be a function of outputs and labels, found {criterion!r}")
     # A schedule need not be a class of torch's: any object with a `step` may be one.
@@ -301,25 +304,34 @@ def _as_wrapped(config: Config, model: ShardedModel) -> Config:
 
 def optimizer_of(
     model: ShardedModel, given: OptimizerLike, config: Config, parameters: Iterable[Any] | None = None
-) -> Optimizer | None:
-    """The optimizer that was given, or made by what was given or by the config. Local.
+) -> Optimizer | Sequence[Optimizer] | None:
+    """The optimizer, or several, that was given, or made by what was given or by the config. Local.
 
     Raises TypeError if a callable that was given makes something else.
     """
-    if isinstance(given, Optimizer):
+    if given is not None and not callable(given):
         return given
     chosen_parameters = list(model.parameters() if parameters is None else parameters)
     if given is None:
-        return None if config.optimizer is None else config.optimizer.make(chosen_parameters)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        return None if config.optimizer is None else config.optimizer.make(chosen_parameters, names)
     # A lambda or a partial has its own arguments, and would raise on those of the config.
     arguments = config.optimizer.params if config.optimizer is not None and inspect.isclass(given) else {}
     made = given(chosen_parameters, **arguments)
-    if not isinstance(made, Optimizer):
+    if not _are_optimizers(made):
         raise TypeError(f"optimizer={given!r} must make a torch optimizer of parameters, it made {type(made).__name__}")
     return made
 
 
-def scheduler_of(given: SchedulerLike, config: Config, optimizer: ShardedOptimizer, plain: Optimizer) -> Any:
+def _are_optimizers(given: Any) -> bool:
+    """Whether `given` is an optimizer, or a list of several."""
+    several = given if isinstance(given, (list, tuple)) and given else [given]
+    return all(isinstance(each, Optimizer) for each in several)
+
+
+def scheduler_of(
+    given: SchedulerLike, config: Config, optimizer: ShardedOptimizer, plain: Optimizer | Sequence[Optimizer]
+) -> Any:
     """The schedule, which acts on the sharded optimizer's param groups. Local.
 
     Those are the plain optimizer's own, so a schedule that was made of that goes on. Raises UnsupportedError for a
@@ -329,7 +341,8 @@ def scheduler_of(given: SchedulerLike, config: Config, optimizer: ShardedOptimiz
         return None if config.scheduler is None else make_schedule(config.scheduler, optimizer)
     if isinstance(given, LRScheduler):
         # Its rates would go into param groups that no step reads, and the rate would silently stay.
-        if given.optimizer is not optimizer and given.optimizer is not plain:
+        ours = [optimizer, *(plain if isinstance(plain, Sequence) else [plain])]
+        if not any(given.optimizer is each for each in ours):
             raise UnsupportedError("lr_scheduler belongs to another optimizer than the one that was given")
         # torch's schedule watches the `step` of the optimizer that it was made of, and the engine may call another one.
         # Without this flag it would warn, at its first move, that it moves before the optimizer.
@@ -580,8 +593,8 @@ def initialize(
 
     Args:
         model: any module, also one from a `ZeroInitContext`, or a `ShardedModel`, which stays as it is.
-        optimizer: an optimizer of the model's parameters, or a class or callable that makes one from them. None: the
-            optimizer of the config.
+        optimizer: an optimizer of the model's parameters, a list of several of its parts, or a class or callable that
+            makes one or several from them. None: the optimizer of the config.
         criterion: a function of outputs and labels.
         train_dataloader: returned without the batches at its end that do not fill a window of accumulation.
         test_dataloader: returned as it is.

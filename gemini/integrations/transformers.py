@@ -273,9 +273,22 @@ def class_and_arguments(optimizer: OptimizerConfig, args: Any) -> tuple[type[tor
     """Class and arguments of the config's optimizer, and what TrainingArguments say of it beside that. Local."""
     # The defaults of the optimizer tell which arguments it takes. The one for the training is made by the Trainer.
     made = optimizer.make([nn.Parameter(torch.zeros(1, device="cpu"))])
+    assert isinstance(made, torch.optim.Optimizer), "Muon beside Adam are two, which `muon_of` makes"
     # TrainingArguments always have betas, which SGD, for example, does not take.
     found = {name: value(args) for name, value in _OPTIMIZER.items() if name in made.defaults}
     return type(made), {**found, **optimizer.params}
+
+
+def muon_of(optimizer: OptimizerConfig, args: Any, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon of the model's hidden matrices, and Adam of the rest, as the config and TrainingArguments have them. Local.
+
+    As in DeepSpeed, weight decay is of all parameters.
+    """
+    said = {name: value(args) for name, value in _OPTIMIZER.items()}
+    named = OptimizerConfig(type=optimizer.type, params={**said, **optimizer.params})
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    made = named.make([parameter for parameter in names if parameter.requires_grad], names)
+    return made if isinstance(made, list) else [made]
 
 
 def fused(kind: Any, arguments: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
@@ -437,7 +450,9 @@ class ShardedTraining(_Trainer):
                 raise ConfigError("an optimizer is given to Trainer(...), and another is in the config: leave one out")
             # From this attribute the Trainer makes the optimizer over param groups of its own, in which biases and
             # norms do not decay. An optimizer that we made here would have to copy these groups.
-            self.optimizer_cls_and_kwargs = class_and_arguments(self.sharding.optimizer, args)
+            # Those of Muon and of the Adam beside it are made of the model's names, by `create_optimizer`.
+            if not self.sharding.optimizer.is_muon:
+                self.optimizer_cls_and_kwargs = class_and_arguments(self.sharding.optimizer, args)
         # With `model_init` each training makes a model of its own: the one of now is never trained.
         if self.model_init is None:
             self.model_wrapped = self.sharded_model
@@ -520,10 +535,14 @@ class ShardedTraining(_Trainer):
         Collective. Raises what `ShardedOptimizer` raises.
         """
         if not isinstance(self.optimizer, ShardedOptimizer):
-            if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            named, plain = self.sharding.optimizer, None
+            if named is not None and named.is_muon:
+                plain = muon_of(named, self.args, self.sharded_model)
+            elif self.optimizer is None and self.optimizer_cls_and_kwargs is None:
                 # None: super() asks again, as arguments of an optimizer that needs the model are used up there
                 self.optimizer_cls_and_kwargs = fused(*self.get_optimizer_cls_and_kwargs(self.args, self.model))
-            sharded, plain = self.sharded_model, super().create_optimizer(model)
+            sharded = self.sharded_model
+            plain = super().create_optimizer(model) if plain is None else plain
             if self.args.max_grad_norm:
                 # Before the first backward, which would update weights.
                 what = f"TrainingArguments(max_grad_norm={self.args.max_grad_norm:g}), where 0 does not clip,"

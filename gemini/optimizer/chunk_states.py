@@ -20,7 +20,8 @@ from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Tickets, wait_on_tier
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.averages import AVERAGE, Averages
-from gemini.optimizer.elementwise import ElementwiseUpdate, settings_in_words
+from gemini.optimizer.elementwise import settings_in_words
+from gemini.optimizer.several import GroupRules, SeveralUpdates, UpdateRule
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate, ShardView, runs_of
 from gemini.placement.demand import Kind, StateHome, Tier, update_tier
 from gemini.placement.host_room import check_host_room_for_steps, check_room_at_rest
@@ -52,9 +53,11 @@ class ChunkOptimizerState:
     chunk: Chunk
     tier: Tier  # the tier on which all of `flats` rest
     num_planned: int  # number of flat states that the plan has room for
-    counts_steps: bool  # `step` is an int, not a tensor
+    is_fused: bool  # our Adam updates all parameters: every one has all of `flats`, and `step` is an int, not a tensor
     groups: list[int | None]  # by position: the param group; None for a parameter in no group
-    flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each
+    rules: GroupRules | None = None  # where groups differ in what updates them, or some are updated whole
+    flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each; two names may share one
+    held: dict[str, Tensor] = field(default_factory=dict)  # the same, each once, by the name of its memory
     tickets: Tickets = field(default_factory=Tickets)  # of all `flats`
     dtype: torch.dtype = field(init=False)  # of each element of `flats`
     update_tier: Tier = field(init=False)  # on which updates run: what rests on the disk is brought to the host
@@ -63,6 +66,7 @@ class ChunkOptimizerState:
     edits: Counter[tuple[int, str]] = field(default_factory=Counter)  # by position and name; "": of all names
     made: list[tuple[str, ...]] = field(init=False)  # by position: names of flat states that updates have created
     lacks_average: list[bool] = field(init=False)  # by position: the parameter's average has not begun yet
+    whose: list[str | None] = field(init=False)  # by position: which of several optimizers has made its state
 
     def __post_init__(self) -> None:
         self.dtype = torch.float64 if self.chunk.dtype is torch.float64 else torch.float32
@@ -70,6 +74,7 @@ class ChunkOptimizerState:
         self.scalars = [None for _ in self.groups]
         self.made = [() for _ in self.groups]
         self.lacks_average = [True for _ in self.groups]
+        self.whose = [None if self.rules is None or each is None else self.rules.whose(each) for each in self.groups]
         # The runs of the last step, and what they were derived from.
         self._runs: list[Run] = []
         self._runs_are_of: tuple[Any, ...] = ()
@@ -103,16 +108,22 @@ class ChunkOptimizerState:
     def free(self, names: Sequence[str], params: ParamStore) -> None:
         """Free flat states."""
         for name in names:
-            region = self.region(name)
             del self.flats[name]
-            params.memory.free(region, Kind.OPTIM)
+        used = {self.memory_of(name) for name in self.flats}
+        for name in [each for each in self.held if each not in used]:
+            params.memory.free(Region(self.tier, self.held.pop(name), self.tickets), Kind.OPTIM)
+
+    def memory_of(self, name: str) -> str:
+        """The name of the memory that a flat state lies in: its own, unless no parameter has both that share it."""
+        return name if self.rules is None else self.rules.memory_of(name)
 
     def _rest(self, names: list[str], tier: Tier, params: ParamStore) -> None:
-        tier = resting_tier(StateHome(tier, self.num_planned), len(names), params.memory)
+        memories = list(dict.fromkeys(map(self.memory_of, names)))
+        tier = resting_tier(StateHome(tier, self.num_planned), len(memories), params.memory)
         leaves = tier is not self.tier
         try:
             # All memory is taken before anything moves, so that a refusal leaves every state where it is.
-            taken = self._taken([name for name in names if leaves or name not in self.flats], tier, params)
+            taken = self._taken([each for each in memories if leaves or each not in self.held], tier, params)
         except BudgetError as refused:
             if tier is not Tier.DEVICE:
                 raise
@@ -124,14 +135,15 @@ class ChunkOptimizerState:
         # All states rest on one tier, where the update runs. Copy the present ones, and free the old memory only after
         # the copies have ended.
         if leaves:
-            moves = [(taken[name], self.region(name)) for name in self.flats]
+            moves = [(taken[name], Region(self.tier, flat, self.tickets)) for name, flat in self.held.items()]
             for to, source in moves:
                 params.memory.transfer.copy(to, source)
             wait_on_tier(*(region for pair in moves for region in pair))
             # `free` gives the memory back to `self.tier`, which must still be the old tier here.
             self.free(list(self.flats), params)
             self.tier, self.update_tier = tier, update_tier(tier)
-        self.flats.update((name, region.flat) for name, region in taken.items())
+        self.held.update((name, region.flat) for name, region in taken.items())
+        self.flats.update((name, self.held[self.memory_of(name)]) for name in names)
 
     def _taken(self, names: Sequence[str], tier: Tier, params: ParamStore) -> dict[str, Region]:
         """Allocate all of these states. Raises BudgetError, and holds none of them then."""
@@ -179,17 +191,41 @@ class ChunkOptimizerState:
         """The parameters are in these param groups now, by position."""
         self.groups[:] = groups
 
+    def follow_rules(self) -> None:
+        """Reset parameters that another optimizer updates from now on: as in plain PyTorch it has no state of them."""
+        if self.rules is None:
+            return
+        for managed, group in zip(self.chunk.parameters, self.groups, strict=True):
+            position = managed.position
+            whose = self.whose[position] if group is None else self.rules.whose(group)
+            if self.scalars[position] is not None and whose != self.whose[position]:
+                self.discard(managed)
+            self.whose[position] = whose
+
+    def name_staged(self, staged: dict[str, Tensor]) -> None:
+        """Add to copies of `held` on another tier the names that share them."""
+        staged.update({name: staged[self.memory_of(name)] for name in self.flats})
+
     def names(self, position: int) -> tuple[str, ...]:
         """The flat states of a parameter. Adam's exist from the start, a torch optimizer's once it has created them."""
         has_average = AVERAGE in self.flats and not self.lacks_average[position]
         return (*self._names_of_update(position), AVERAGE) if has_average else self._names_of_update(position)
 
     def _names_of_update(self, position: int) -> tuple[str, ...]:
-        if not self.counts_steps:
-            return self.made[position]
-        if AVERAGE not in self.flats:
-            return tuple(self.flats)
-        return tuple(name for name in self.flats if name != AVERAGE)
+        if self.is_fused:
+            if AVERAGE not in self.flats:
+                return tuple(self.flats)
+            return tuple(name for name in self.flats if name != AVERAGE)
+        always = None if self.rules is None else self.rules.names(self.groups[position])
+        return self.made[position] if always is None else always
+
+    def counts_steps(self, position: int) -> bool:
+        """Whether the parameter's `step` is an int, and not a tensor or what else an optimizer makes of it."""
+        return self.is_fused or (self.rules is not None and self.rules.counts_steps(self.groups[position]))
+
+    def is_whole(self, position: int) -> bool:
+        """Whether the parameter is updated whole, by an optimizer that treats each tensor by itself."""
+        return self.rules is not None and self.rules.is_whole(self.groups[position])
 
     def without_average(self) -> list[tuple[int, int]]:
         """(first element, number) of the parts of parameters whose average has not begun."""
@@ -221,7 +257,9 @@ class ChunkOptimizerState:
         alike: list[tuple[Any, list[int]]] = []  # (what they share, positions)
         for position in active:
             shared = self.groups[position], self.made[position], self.scalars[position]
-            of_its_kind = next((its for other, its in alike if _share(other, shared)), None)
+            # A parameter that is updated whole is a run of its own, whatever its scalars.
+            others = () if self.is_whole(position) else alike
+            of_its_kind = next((its for other, its in others if _share(other, shared)), None)
             if of_its_kind is None:
                 alike.append((shared, [position]))
             else:
@@ -229,8 +267,14 @@ class ChunkOptimizerState:
         # The usual case: all parameters alike, so one run of all elements, paddings included.
         if len(alike) == 1 and len(active) == len(self.groups):
             return [Run(0, self.chunk.optim_numel, tuple(active), alike[0][0][0])]
-        in_one = self.counts_steps  # only our own Adam takes runs with spans
-        return [run for (group, *_), its in alike for run in runs_of(self.chunk, its, group, in_one)]
+        # Only our own Adam takes runs with spans. The run of a whole parameter is one, too, though its pieces may lie
+        # apart: what was made of it is written piece by piece.
+        in_one = [self.counts_steps(its[0]) or self.is_whole(its[0]) for _, its in alike]
+        return [
+            run
+            for ((group, *_), its), is_one in zip(alike, in_one, strict=True)
+            for run in runs_of(self.chunk, its, group, is_one)
+        ]
 
     def are_all(self, runs: Sequence[Run]) -> bool:
         """Whether the runs cover all elements of this rank, paddings included."""
@@ -318,7 +362,7 @@ class ChunkStates:
     def __init__(
         self,
         params: ParamStore,
-        update: ElementwiseUpdate,
+        update: UpdateRule,
         param_groups: list[dict[str, Any]],
         group_of: Mapping[int, int],
         averages: Averages | None = None,
@@ -327,11 +371,13 @@ class ChunkStates:
         self._params = params
         self.averages = averages
         self._update = update
+        self._rules = GroupRules(update, param_groups) if isinstance(update, SeveralUpdates) else None
         self._param_groups = param_groups
         self._group_of = dict(group_of)
         self.by_chunk: dict[int, ChunkOptimizerState] = {}  # by chunk index, in order; may contain frozen chunks
         self._fp16: dict[int, Chunk] = {}  # the chunks in `by_chunk` with fp16 weights
-        self._flat_names: dict[int, tuple[str, tuple[str, ...]]] = {}  # by param group: its settings, its flat states
+        # The flat states of a parameter, by its param group and shape, with the settings of the group.
+        self._flat_names: dict[tuple[int, tuple[int, ...]], tuple[str, tuple[str, ...]]] = {}
         self._expected: Mapping[int, Collection[str]] = {}  # flat states that are about to be loaded, by chunk index
         self.have_changed = True  # as in `StateStore`
         self._num_held = 0  # number of flat states after the last step
@@ -391,7 +437,8 @@ class ChunkStates:
         state = self._of(chunk)
         # A state counts for as long as it has memory, also one that its group has stopped using, such as momentum that
         # was lowered to 0.
-        return len({*state.flats, *self._missing(state), *self._expected.get(chunk.index, ())})
+        names = *state.flats, *self._missing(state), *self._expected.get(chunk.index, ())
+        return len({state.memory_of(name) for name in names})
 
     @contextmanager
     def expecting(self, names: Mapping[int, Collection[str]]) -> Iterator[None]:
@@ -411,7 +458,7 @@ class ChunkStates:
         """A step ended, which may have made states that no plan counts, such as momentum that was raised from 0."""
         # Our Adam has all of its states from the start.
         if not self._update.is_fused:
-            before, self._num_held = self._num_held, sum(len(state.flats) for state in self.by_chunk.values())
+            before, self._num_held = self._num_held, sum(len(state.held) for state in self.by_chunk.values())
             self.have_changed |= self._num_held != before
 
     def add(self, chunk: Chunk, home: StateHome) -> None:
@@ -438,7 +485,7 @@ class ChunkStates:
         """Bytes on the host that the chunks' state still needs if it is planned at these homes."""
         there = (self.by_chunk[chunk.index] for chunk in homes if self.has(chunk))
         # `host_bytes` counts all states of a chunk, so those that are on the host already are subtracted.
-        held = sum(len(state.flats) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
+        held = sum(len(state.held) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
         return sum(self.host_bytes(chunk, home) for chunk, home in homes.items()) - held
 
     def add_all(self, homes: Mapping[Chunk, StateHome]) -> None:
@@ -491,7 +538,7 @@ class ChunkStates:
         number, groups = self._group_of[managed.index], groups or self._param_groups
         # Loaded hyperparameters decide which states an entry has: one of torch's Adam with `amsgrad=True` has a third
         # one.
-        names = self._update.entry_names({**self._param_groups[number], **groups[number]})
+        names = self._update.entry_names({**self._param_groups[number], **groups[number]}, tuple(managed.shape))
         return names if self.averages is None else names.with_flat(AVERAGE)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -523,6 +570,8 @@ class ChunkStates:
                 kept = names_before.get(index, [])
                 state.free([name for name in state.flats if name not in kept], self._params)
             raise
+        for state in self.by_chunk.values():
+            state.follow_rules()
 
     def allocate_all(self) -> None:
         """Allocate what the chunks lack of the states that their groups need. Raises BudgetError."""
@@ -550,7 +599,7 @@ class ChunkStates:
 
     def _new(self, chunk: Chunk, home: StateHome) -> ChunkOptimizerState:
         groups = self._groups(chunk, self._group_of)
-        return ChunkOptimizerState(chunk, *home, self._update.is_fused, groups)
+        return ChunkOptimizerState(chunk, *home, self._update.is_fused, groups, self._rules)
 
     def _allocate_missing(self, state: ChunkOptimizerState) -> None:
         state.allocate(self._missing(state), self._params)
@@ -559,21 +608,26 @@ class ChunkStates:
         """The flat states that the chunk's groups need and that it does not have."""
         # Sorted groups, and a dict in place of a set of names, whose order differs by process, give all ranks one order
         # of allocations.
-        groups = sorted({number for number in state.groups if number is not None})
-        names = {name: None for number in groups for name in self._names_in(number)}  # in order
+        # What an elementwise optimizer keeps depends on no shape, and a chunk may have thousands of parameters.
+        needing = {
+            (number, tuple(managed.shape) if state.is_whole(managed.position) else ())
+            for managed, number in zip(state.chunk.parameters, state.groups, strict=True)
+            if number is not None
+        }
+        names = {name: None for group in sorted(needing) for name in self._names_in(*group)}  # in order
         if self.averages is not None:
             names[AVERAGE] = None
         return [name for name in names if name not in state.flats]
 
-    def _names_in(self, number: int) -> tuple[str, ...]:
-        """The flat states of a param group. A trial update finds them, once for all chunks."""
+    def _names_in(self, number: int, shape: tuple[int, ...]) -> tuple[str, ...]:
+        """The flat states of a param group's parameters. A trial update finds them, once for all chunks."""
         group = self._param_groups[number]
         settings = settings_in_words(group)
         # The answer depends on hyperparameters, which a user may set at any time: SGD keeps a buffer only while its
         # momentum is above 0.
-        if self._flat_names.get(number, ("",))[0] != settings:
-            self._flat_names[number] = settings, self._update.flat_names(group)
-        return self._flat_names[number][1]
+        if self._flat_names.get((number, shape), ("",))[0] != settings:
+            self._flat_names[number, shape] = settings, self._update.flat_names(group, shape)
+        return self._flat_names[number, shape][1]
 
     @staticmethod
     def _groups(chunk: Chunk, group_of: Mapping[int, int]) -> list[int | None]:

@@ -151,6 +151,7 @@ class TorchUpdate:
     """
 
     is_fused = False
+    always_has: tuple[str, ...] | None = None  # see `AdamUpdate`: of SGD it depends on the momentum
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         kind = kind_of(optimizer)
@@ -161,11 +162,11 @@ class TorchUpdate:
         self._worker = self._make(torch.zeros(1, device="cpu"))
         self._starts_with_state = bool(self._worker.state)  # Adagrad creates its state in the constructor
 
-    def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def flat_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> tuple[str, ...]:
         """See `AdamUpdate.flat_names`."""
         return tuple(self._probe(group).made)
 
-    def entry_names(self, group: Mapping[str, Any]) -> EntryNames:
+    def entry_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> EntryNames:
         """See `AdamUpdate.entry_names`."""
         if type(self._worker) not in TESTED:
             return EntryNames((), (), None)
@@ -236,13 +237,7 @@ class TorchUpdate:
         )
         parameter = parameter.detach()
         # The gradient is widened before it is unscaled, because small values times 1 / loss scale underflow in 16 bits.
-        grad = tile.of(each.grad).to(parameter.dtype)
-        for factor in factors:
-            if factor != 1.0:
-                # Multiplied as a number: a tensor of it on a GPU takes a copy for which the host waits. It is rounded
-                # before, so that the product has the bits of a product of two tensors.
-                grad = grad * torch.tensor(factor, dtype=parameter.dtype, device="cpu").item()
-        parameter.grad = grad
+        parameter.grad = factors.applied(tile.of(each.grad).to(parameter.dtype))
         if not each.is_new:
             # Flat states are views, which the optimizer updates in place. Scalars are copies, because it also adds to
             # `step` in place, and the run's next tile needs the count from before.
@@ -284,12 +279,14 @@ class AdamUpdate:
     """The Adam of `optim.reference`, over any number of chunks at once."""
 
     is_fused = True  # one call takes runs with spans, of several chunks; step counts are plain numbers
+    always_has: tuple[str, ...] | None = ("exp_avg", "exp_avg_sq")
+    """The flat states of every parameter, if no setting changes them."""
 
-    def flat_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """The per-element states of a parameter of this param group."""
+    def flat_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> tuple[str, ...]:
+        """The per-element states of a parameter of this param group. An elementwise optimizer's depend on no shape."""
         return ("exp_avg", "exp_avg_sq")
 
-    def entry_names(self, group: Mapping[str, Any]) -> EntryNames:
+    def entry_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> EntryNames:
         """The keys of a state dict's entry for a parameter of this param group that was stepped."""
         flat = self.flat_names(group)
         return EntryNames(("step", *flat), flat, ("step", *flat))
@@ -361,6 +358,7 @@ def resolve_update(optimizer: torch.optim.Optimizer, elementwise: bool) -> Eleme
         return TorchUpdate(optimizer)
     names = ", ".join(["HybridAdam", "CPUAdam", *(kind.__name__ for kind in TESTED)])
     raise UnsupportedError(
-        f"{kind.__name__} is not known to work element by element, which chunks need. Known: {names}. If "
-        "yours does, say elementwise=True"
+        f"{kind.__name__} is not known to treat each element, or each tensor, by itself, which chunks need. Known: "
+        f"{names}; of whole tensors Muon and Adafactor. If yours does, say elementwise=True, or "
+        "gemini.per_tensor(optimizer)"
     )

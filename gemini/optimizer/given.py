@@ -72,6 +72,7 @@ class GivenOptimizer:
     _sharded: ReferenceType[Any]  # the `ShardedOptimizer`, which may be gone
     _shown: ShownGroups  # its groups
     _state_view: Any  # its states
+    _is_one_of: int  # how many optimizers the `ShardedOptimizer` was made of
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -82,11 +83,15 @@ class GivenOptimizer:
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._shown.show(groups)
 
-    def take_for(self, sharded: Optimizer) -> None:
-        """From now on the methods act on `sharded`, whose state and groups are shown."""
-        self._sharded = ref(sharded)
+    def take_for(self, sharded: Optimizer, is_one_of: int, groups: list[dict[str, Any]]) -> None:
+        """From now on the methods act on `sharded`, whose state and groups are shown.
+
+        is_one_of: how many optimizers `sharded` was made of. groups: those of this one, which alone it shows if there
+        are several: a scheduler of it drives no other's.
+        """
+        self._sharded, self._is_one_of = ref(sharded), is_one_of
         # One for both, so that a scheduler of this one sees groups that are added later.
-        self._shown = cast(Any, sharded).shown_groups
+        self._shown = cast(Any, sharded).shown_groups if is_one_of == 1 else ShownGroups(groups)
         self._state_view = sharded.state
         # A scheduler may have put its wrapper of the plain method there.
         vars(self).pop("step", None)
@@ -108,7 +113,7 @@ class GivenOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """`ShardedOptimizer.step`."""
-        return self._its("step()").step(closure)
+        return self._alone("step()").step(closure)
 
     # Schedulers of torch wrap the `step` that they find, to know whether it was called. Wrapped once more, it would be
     # the plain optimizer's again.
@@ -120,21 +125,29 @@ class GivenOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """`ShardedOptimizer.state_dict`."""
-        return cast(dict[str, Any], self._its("state_dict()").state_dict())
+        return cast(dict[str, Any], self._alone("state_dict()").state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """`ShardedOptimizer.load_state_dict`."""
-        self._its("load_state_dict()").load_state_dict(state_dict)
+        self._alone("load_state_dict()").load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """`ShardedOptimizer.add_param_group`."""
-        self._its("add_param_group()").add_param_group(param_group)
+        self._alone("add_param_group()").add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
             f"a {type(self).__name__} that a ShardedOptimizer was made of cannot be pickled or copied: its state is "
             "in there; use state_dict()"
         )
+
+    def _alone(self, what: str) -> Any:
+        if self._is_one_of > 1:
+            raise UnsupportedError(
+                f"{what} of a {type(self).__name__} that is one of {self._is_one_of} optimizers of one "
+                "ShardedOptimizer: call it there, for all of them"
+            )
+        return self._its(what)
 
     def _its(self, what: str) -> Any:
         sharded = self._sharded()
@@ -176,10 +189,17 @@ def drop_states(optimizer: Optimizer) -> None:
         optimizer.state.clear()
 
 
-def take_over(optimizer: Optimizer, sharded: Optimizer) -> None:
-    """Let `sharded` run the hooks of `optimizer`, and the methods of `optimizer` act on `sharded`. Local."""
+def take_over(optimizer: Optimizer, sharded: Optimizer, is_one_of: int = 1) -> None:
+    """Let `sharded` run the hooks of `optimizer`, and the methods of `optimizer` act on `sharded`. Local.
+
+    is_one_of: how many optimizers `sharded` is made of.
+    """
+    groups = [*optimizer.param_groups]
     for name in _HOOKS:
         # The dicts themselves: the script may have handles to remove a hook from them.
-        setattr(sharded, name, getattr(optimizer, name))
+        if is_one_of == 1:
+            setattr(sharded, name, getattr(optimizer, name))
+        else:
+            getattr(sharded, name).update(getattr(optimizer, name))
     optimizer.__class__ = _given(cast(Hashable, kind_of(optimizer)))
-    cast(Any, optimizer).take_for(sharded)
+    cast(Any, optimizer).take_for(sharded, is_one_of, groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,15 @@ from gemini.model.operators import original_of
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.averages import AVERAGE, AveragedWeights, Averages, Ema, checked_ema
 from gemini.optimizer.chunk_states import ChunkStates, making_optimizer, take_states
-from gemini.optimizer.elementwise import resolve_update
 from gemini.optimizer.given import ShownGroups, drop_states, refuse_taken, take_over
+from gemini.optimizer.several import (
+    WHOSE,
+    SeveralUpdates,
+    label_groups,
+    names_of,
+    refuse_shared_parameters,
+    resolve_rules,
+)
 from gemini.optimizer.state_dict import (
     check_optimizer_state,
     load_optimizer_state,
@@ -39,6 +46,7 @@ from gemini.optimizer.step import (
     frozen_among,
 )
 from gemini.optimizer.update import SCALES_LOSSES
+from gemini.optimizer.whole_updates import UPDATES_WHOLE
 from gemini.placement.policies import MARGIN
 from gemini.runtime.grads import Becomes
 from gemini.settings import Settings
@@ -70,8 +78,17 @@ def check_inner(optimizer: torch.optim.Optimizer, sharded: type[torch.optim.Opti
         raise UnsupportedError("the optimizer has stepped before: make a new one for the sharded model")
 
 
-def settings_with(optimizer: torch.optim.Optimizer, margin: float | None, model: ShardedModel) -> Settings:
-    """The model's settings with those that come with the optimizer. Local.
+def as_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """One optimizer, or several of one model, as a list. Raises ValueError for an empty one."""
+    if not isinstance(optimizer, (list, tuple)):
+        return [optimizer]
+    if not optimizer:
+        raise ValueError("optimizer=[] is no optimizer: give one, or a list of those of the model's parts")
+    return list(optimizer)
+
+
+def settings_with(optimizers: Sequence[torch.optim.Optimizer], margin: float | None, model: ShardedModel) -> Settings:
+    """The model's settings with those that come with the optimizers. Local.
 
     margin: `gpu_margin_mem_ratio`. A HybridAdam may ask for more on the disk than the model has there so far. Raises
     ValueError if the model has its disk in another folder, or does not use `margin`.
@@ -79,10 +96,16 @@ def settings_with(optimizer: torch.optim.Optimizer, margin: float | None, model:
     settings = model.settings
     if margin is not None:
         settings = replace(settings, gpu_margin_mem_ratio=margin)
-    fraction, folder = (getattr(optimizer, name, None) for name in ON_DISK)
+    for optimizer in optimizers:
+        fraction, folder = (getattr(optimizer, name, None) for name in ON_DISK)
+        if folder is not None and fraction and fraction > settings.disk_fraction:
+            settings = _with_disk(settings, fraction, folder)
+    return settings
+
+
+def _with_disk(settings: Settings, fraction: float, folder: Any) -> Settings:
+    """Settings with more on the disk than they have there. Raises ValueError for another folder than theirs."""
     has = settings.disk_fraction
-    if folder is None or not fraction or fraction <= has:
-        return settings
     if settings.disk_path is None:
         return replace(settings, disk_path=folder, disk_optim_frac=fraction)
     if Path(settings.disk_path).resolve() != Path(folder).resolve():
@@ -141,9 +164,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         model: the `ShardedModel` whose parameters `optimizer` was made with, or `torch.compile` of it.
-        optimizer: `HybridAdam(model.parameters(), ...)`, or a torch optimizer that works element by element. Its
-            `param_groups` and hooks become this optimizer's, and its methods then act on this one. A HybridAdam with
-            `nvme_offload_fraction` gives the model its disk, as `disk_path` and `disk_optim_frac` of `Settings` do.
+        optimizer: `HybridAdam(model.parameters(), ...)`, a torch optimizer that works element by element, or one that
+            treats each tensor by itself, such as `torch.optim.Muon` (see `per_tensor`). Or a list of such optimizers,
+            each of a part of the model's parameters: they are one optimizer then, with one norm, clip, loss scale and
+            step, and each of `param_groups` says by its "optimizer" whose it is. Their `param_groups` and hooks become
+            this optimizer's, and their methods then act on this one. A HybridAdam with `nvme_offload_fraction` gives
+            the model its disk, as `disk_path` and `disk_optim_frac` of `Settings` do.
         initial_scale: the loss scale of the first step.
         min_scale: the loss scale never falls below it.
         growth_factor: factor of the loss scale after `growth_interval` steps without a non-finite gradient.
@@ -161,7 +187,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             all ranks, and rests where the moments do.
 
     Raises TypeError or ValueError for arguments that are not valid, UnsupportedError for an optimizer that is not known
-    to work element by element, has stepped before, or is the model's second, and BudgetError if its state does not fit.
+    to treat each element or each tensor by itself, has stepped before, or is the model's second, and BudgetError if its
+    state does not fit.
 
     Example:
         >>> optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-3), clip_grad_norm=1.0)
@@ -172,7 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         initial_scale: float = 2.0**16,
         min_scale: float = 1.0,
@@ -192,26 +219,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with making_optimizer(manager.step):
             valid = [name for name in inspect.signature(ShardedOptimizer).parameters if name != "unknown"]
             refuse_unknown_arguments("ShardedOptimizer", unknown, valid)
-            check_inner(optimizer, ShardedOptimizer, model)
+            optimizers = as_optimizers(optimizer)
+            for each in optimizers:
+                check_inner(each, ShardedOptimizer, model)
             scale = LossScale(
                 initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
             )
             frees_gradients = model.settings.frees_gradients(manager.communicator.world_size)
             if frees_gradients and any(c.trainable and c.dtype is torch.float16 for c in manager.chunks):
                 raise UnsupportedError(SCALES_LOSSES)
-            settings = settings_with(optimizer, gpu_margin_mem_ratio, model)
-            update = resolve_update(optimizer, elementwise)
+            settings = settings_with(optimizers, gpu_margin_mem_ratio, model)
+            update = resolve_rules(optimizers, elementwise)
+            if frees_gradients and isinstance(update, SeveralUpdates) and update.steps_whole:
+                raise UnsupportedError(UPDATES_WHOLE)
             ema = checked_ema(ema)
             max_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
             if max_norm is not None:
                 refuse_clipping(model, f"clip_grad_norm={max_norm:g}")
             # Not the folder: ranks may have folders of other names.
             words = f"{MARGIN}={settings.gpu_margin_mem_ratio}", f"{ON_DISK[0]}={settings.disk_fraction:g}"
-            group_of = agreed_groups(manager.step, optimizer, words if ema is None else (*words, f"{ema}"))
+            names = names_of(optimizers)
+            groups = [group for each in optimizers for group in each.param_groups]
+            refuse_shared_parameters(names, optimizers)
+            what = words if ema is None else (*words, f"{ema}")
+            group_of = agreed_groups(manager.step, " + ".join(names), groups, what)
             model.trainability.change_settings(settings, ", ".join(words))
-            drop_states(optimizer)
+            for each in optimizers:
+                drop_states(each)
+            # Several have no defaults in common: a group that is added says whose it is, and has those of that one.
+            self._defaults_of = {name: each.defaults for name, each in zip(names, optimizers, strict=True)}
+            label_groups(names, optimizers)
             self.shown_groups = ShownGroups()
-            super().__init__(optimizer.param_groups, optimizer.defaults)
+            super().__init__(groups, {} if len(optimizers) > 1 else optimizers[0].defaults)
             # What is in force, until a step has seen what the script makes of the groups that are shown.
             in_force = [*self.param_groups]
             self._averages = None if ema is None else Averages(ema)
@@ -221,7 +260,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             prepare(manager.memory.device.device)
             take_states(model, self._chunk_states)
             # What the next step will apply.
-            self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling, type(optimizer).__name__)
+            self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling, " + ".join(names))
             self._groups = ParamGroups(model, self._chunk_states, self.shown_groups, in_force)
             how = self._chunk_states, update, in_force, self._scaling, self._next, max_norm, self._groups
             self._optimizer_step = OptimizerStep(model, *how)
@@ -229,7 +268,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._averages is not None:
                 self._ema = AveragedWeights(self._averages, self._optimizer_step.exchange_averages)
             manager.attach(self._next)
-            take_over(optimizer, self)
+            for each in optimizers:
+                take_over(each, self, is_one_of=len(optimizers))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -443,9 +483,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model that are in no group yet, as in torch. Collective, between steps.
 
-        `param_group` has "params" and any hyperparameters of its own. Raises ValueError or TypeError for parameters
-        that are not this model's or in a group already, and BudgetError if their state does not fit; nothing has
-        changed then.
+        `param_group` has "params" and any hyperparameters of its own. Of several optimizers it has "optimizer", too,
+        which names the one that it is added to. Raises ValueError or TypeError for parameters that are not this model's
+        or in a group already, and BudgetError if their state does not fit; nothing has changed then.
         """
         # torch's constructor calls this for the groups that it was given, before `__init__` here has gone on.
         if not hasattr(self, "_chunk_states"):
@@ -455,6 +495,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.refuse_exchanged("add_param_group()")
         step.check_idle("add_param_group()")
         with step.publishing():
+            if len(self._defaults_of) > 1:
+                whose = param_group.get(WHOSE)
+                if whose not in self._defaults_of:
+                    raise ValueError(
+                        f"a param group of several optimizers says by {WHOSE!r} whose it is, one of "
+                        f"{', '.join(self._defaults_of)}: found {whose!r}"
+                    )
+                param_group = {**self._defaults_of[whose], **param_group}
             super().add_param_group(param_group)
             try:
                 self._optimizer_step.follow_groups("new param group", _ADD_ALIKE)

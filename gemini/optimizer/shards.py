@@ -28,6 +28,7 @@ from optim import (
     round_master_,
     split_master_,
 )
+from sharding import Piece
 
 # -- Memory that an update needs beside the homes: what rests on one tier is staged on the other, where the update runs.
 #
@@ -423,6 +424,15 @@ class Run:
     spans: Spans | None = None  # the elements of the run that are updated; None: all
 
 
+class Made(NamedTuple):
+    """What an optimizer of whole tensors has made of one parameter: this rank's parts, see whole_tensor.py."""
+
+    pieces: Sequence[Piece]  # the parameter's, in the optimizer's flat tensors
+    weight: Tensor  # 1-D, of all pieces
+    flats: dict[str, Tensor]  # likewise, by name; without elements on a rank that has none
+    scalars: dict[str, Any]  # all other states
+
+
 @dataclass
 class RunUpdate:
     """The inputs and results of one run's update."""
@@ -436,6 +446,7 @@ class RunUpdate:
     constants: AdamScalars | None = None  # of our Adam's update, once it has begun
     room: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: of states that the update may create
     made: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: states that the update created
+    whole: Made | None = None  # of a parameter that was updated whole: what the update writes
 
     def count_step(self) -> int:
         """Count this update among the elements' steps. Returns their number."""
@@ -457,6 +468,15 @@ class GradientFactors(NamedTuple):
     inv_scale: float = 1.0
     clip: float = 1.0
 
+    def applied(self, grad: Tensor) -> Tensor:
+        """`grad`, in the dtype of the update, times the factors."""
+        for factor in self:
+            if factor != 1.0:
+                # Multiplied as a number: a tensor of it on a GPU takes a copy for which the host waits. It is rounded
+                # before, so that the product has the bits of a product of two tensors.
+                grad = grad * torch.tensor(factor, dtype=grad.dtype, device="cpu").item()
+        return grad
+
 
 class EntryNames(NamedTuple):
     """The keys of a parameter's entry in an optimizer state dict."""
@@ -464,6 +484,7 @@ class EntryNames(NamedTuple):
     needed: tuple[str, ...]  # without one of these an update would fail, or continue from zeros
     flat: tuple[str, ...]  # per-element states: tensors of the parameter's shape
     known: tuple[str, ...] | None  # any other key is of another optimizer; None: this optimizer's keys are not known
+    has_other_shapes: bool = False  # states that are not per element may be tensors of any shape
 
     def with_flat(self, name: str) -> EntryNames:
         """These, with one more per-element state, which an entry may lack."""

@@ -24,6 +24,7 @@ from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.averages import AVERAGE
 from gemini.optimizer.chunk_states import ChunkOptimizerState, ChunkStates
 from gemini.optimizer.elementwise import state_in_words
+from gemini.optimizer.several import WHOSE
 from gemini.optimizer.shards import EntryNames
 from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
@@ -162,6 +163,11 @@ def check_state(
     if sizes != loaded:
         raise ValueError(f"the state dict has param groups of {loaded} parameters, this optimizer of {sizes}")
     for group, loaded_group in zip(groups, saved["param_groups"], strict=True):
+        if group.get(WHOSE) != loaded_group.get(WHOSE):
+            raise ValueError(
+                f"a param group of the state dict is of {loaded_group.get(WHOSE)!r} and this optimizer's of "
+                f"{group.get(WHOSE)!r}: make it of the same optimizers, in the same order"
+            )
         missing = [name for name in _HYPERPARAMETERS if name in group and name not in loaded_group]
         if missing:
             raise ValueError(
@@ -188,7 +194,8 @@ def check_entry(entry: Mapping[str, Any], who: str, managed: ManagedParameter, n
     for name, value in entry.items():
         if name == "step" and not (_is_number(value) and 0 <= float(value) < math.inf):
             raise ValueError(f"step of {who} is not a number of steps: {value!r}")
-        is_flat = name in names.flat or (isinstance(value, Tensor) and value.dim() > 0 and name != "step")
+        has_elements = isinstance(value, Tensor) and value.dim() > 0 and name != "step"
+        is_flat = name in names.flat or (has_elements and not names.has_other_shapes)
         if is_flat and value is not None:
             _check_tensor(name, value, who, managed)
     missing = [name for name in names.needed if entry.get(name) is None]
@@ -307,7 +314,7 @@ def _whole_entries(
     """The entries of one chunk's parameters, by parameter index. Collective."""
     chunk, scalars = chunk_state.chunk, chunk_state.scalars
     entries = {
-        managed.index: {name: scalar_of(name, value) for name, value in its.items()}
+        managed.index: {name: scalar_of(name, value, chunk_state, managed.position) for name, value in its.items()}
         for managed in known
         if (its := scalars[managed.position]) is not None
     }
@@ -324,9 +331,9 @@ def numbers_of(groups: list[dict[str, Any]]) -> dict[int, int]:
     return {link.managed.index: n for n, p in enumerate(parameters) if (link := link_of(p)) is not None}
 
 
-def scalar_of(name: str, value: Any) -> Any:
-    """`step` as torch writes it: a 0-dim fp32 tensor."""
-    if name == "step" and not isinstance(value, Tensor):
+def scalar_of(name: str, value: Any, state: ChunkOptimizerState, position: int) -> Any:
+    """`step` as torch writes it: a 0-dim fp32 tensor. Of a parameter that is updated whole: as its optimizer has it."""
+    if name == "step" and not isinstance(value, Tensor) and not state.is_whole(position):
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -472,14 +479,21 @@ def _hyperparameters_for(group: Mapping[str, Any], loaded: Mapping[str, Any]) ->
 def _names_by_group(
     states: ChunkStates, groups: Sequence[Mapping[str, Any]]
 ) -> Callable[[ManagedParameter], EntryNames]:
-    """`states.entry_names`, asked once for each param group: for a torch optimizer the answer takes a trial update."""
-    found: dict[int | None, EntryNames] = {}
+    """`states.entry_names`, asked once for each param group: for a torch optimizer the answer takes a trial update.
+
+    Once for each shape, too, where it decides which states there are.
+    """
+    found: dict[tuple[int | None, torch.Size | None], EntryNames] = {}
 
     def names_of(managed: ManagedParameter) -> EntryNames:
-        group = states.group(managed)
-        if group not in found:
-            found[group] = states.entry_names(managed, groups)
-        return found[group]
+        of_any_shape, key = (states.group(managed), None), (states.group(managed), managed.shape)
+        if of_any_shape in found:
+            return found[of_any_shape]
+        if key not in found:
+            names = states.entry_names(managed, groups)
+            found[key if names.has_other_shapes else of_any_shape] = names
+            return names
+        return found[key]
 
     return names_of
 
@@ -537,7 +551,7 @@ def load_entry(
             else:
                 chunk_state.note_made(position, [name])
         else:
-            scalars[name] = unscalar(name, value, chunk_state)
+            scalars[name] = unscalar(name, value, chunk_state, position)
 
 
 def _load_master(states: States, managed: ManagedParameter, value: Tensor, values: StateValues) -> None:
@@ -564,8 +578,8 @@ def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**saved, **{key: {number_of.get(n, n): e for n, e in part.items()} for key, part in parts.items()}}
 
 
-def unscalar(name: str, value: Any, state: ChunkOptimizerState) -> Any:
+def unscalar(name: str, value: Any, state: ChunkOptimizerState, position: int) -> Any:
     """A scalar in the form that this optimizer's update keeps: `step` as an int for our Adam, else as given."""
-    if name == "step" and state.counts_steps:
+    if name == "step" and state.counts_steps(position):
         return int(value)
     return value.clone() if isinstance(value, Tensor) else value

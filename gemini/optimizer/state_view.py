@@ -124,7 +124,7 @@ class StateView(MutableMapping[Tensor, MutableMapping[str, Any]]):
             words = f"{name} of {managed.name} = {in_words(value)}"
             self._step.communicator.agree(words.encode(), "an edit of optimizer.state", remedy=_ALIKE)
             # A dict of its own: parameters that are updated together share theirs.
-            scalars = {**(state.scalars[managed.position] or {}), name: unscalar(name, value, state)}
+            scalars = {**(state.scalars[managed.position] or {}), name: unscalar(name, value, state, managed.position)}
             state.set_scalars(managed.position, scalars)
             state.note_edit(managed.position, name)
 
@@ -191,7 +191,9 @@ class _ParameterState(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         view, managed, scalars = self._view, self._managed, self._scalars
         if name in scalars:
-            value = scalar_of(name, scalars[name])
+            state = view.of(managed)
+            assert state is not None, "it has scalars"
+            value = scalar_of(name, scalars[name], state, managed.position)
             if not isinstance(value, Tensor):
                 return value
             write = partial(view.write_scalar, managed, name)

@@ -19,11 +19,13 @@ from gemini.memory.transfer import Region
 from gemini.model.sharded_model import ShardedModel
 from gemini.observe import Stepped
 from gemini.optimizer.chunk_states import ChunkStates
-from gemini.optimizer.elementwise import ElementwiseUpdate, group_in_words
+from gemini.optimizer.elementwise import group_in_words
 from gemini.optimizer.given import GroupEdits, ShownGroups
+from gemini.optimizer.several import SeveralUpdates, UpdateRule
 from gemini.optimizer.shards import GradientFactors
 from gemini.optimizer.summary import GradientSummary, SumsAhead, compare_settings, settings_of_step, summarize
 from gemini.optimizer.update import BackwardUpdates, ChunkUpdates
+from gemini.optimizer.whole_updates import WholeChunkUpdates
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.grads import Becomes, GradStore
 from gemini.runtime.step import Step
@@ -241,14 +243,16 @@ def members_of(step: Step, owner: str, number: int, group: dict[str, Any]) -> li
     return list(members.values())
 
 
-def agreed_groups(step: Step, optimizer: torch.optim.Optimizer, settings: Sequence[str] = ()) -> dict[int, int]:
-    """The param group of each member of one of `optimizer`, by parameter index, the same on all ranks. Collective.
+def agreed_groups(
+    step: Step, owner: str, groups: Sequence[dict[str, Any]], settings: Sequence[str] = ()
+) -> dict[int, int]:
+    """The param group of each member of one of `groups`, by parameter index, the same on all ranks. Collective.
 
+    owner: the name of their optimizer.
     settings: those of the model that come with the optimizer, in words: a rank without them would make no other plan.
     Each rank updates a part of every parameter: with another learning rate than other ranks use for theirs, if it had
     the parameter in another group. Raises DivergenceError then, and what `members_of` raises.
     """
-    owner, groups = type(optimizer).__name__, optimizer.param_groups
     members = [members_of(step, owner, number, group) for number, group in enumerate(groups)]
     words = [
         group_in_words(number, its, group) for number, (its, group) in enumerate(zip(members, groups, strict=True))
@@ -470,7 +474,7 @@ class OptimizerStep:
         self,
         model: ShardedModel,
         states: ChunkStates,
-        update: ElementwiseUpdate,
+        update: UpdateRule,
         param_groups: list[dict[str, Any]],
         scaling: Scaling,
         factors: ChunkOptimizer,
@@ -493,7 +497,11 @@ class OptimizerStep:
         step = manager.step
         parts = step.params, step.grads, step.failures
         self._averages = states.averages
-        self._updates = ChunkUpdates(*parts, states.by_chunk, update, param_groups, defers, states.averages)
+        if isinstance(update, SeveralUpdates) and update.steps_whole:
+            averages = states.averages
+            self._updates: ChunkUpdates = WholeChunkUpdates(*parts, states.by_chunk, update, param_groups, averages)
+        else:
+            self._updates = ChunkUpdates(*parts, states.by_chunk, update, param_groups, defers, states.averages)
         self._transfer, self._work = manager.memory.transfer, manager.memory.work
         self._in_backward = None
         if model.settings.frees_gradients(manager.communicator.world_size):

@@ -20,8 +20,9 @@ from gemini.memory.work import WorkTicket
 from gemini.observe import Span
 from gemini.optimizer.averages import AVERAGE, Averages
 from gemini.optimizer.chunk_states import ChunkOptimizerState
-from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate
+from gemini.optimizer.elementwise import AdamUpdate
 from gemini.optimizer.given import GroupEdits
+from gemini.optimizer.several import UpdateRule
 from gemini.optimizer.shards import (
     TURNS,
     GradientFactors,
@@ -168,7 +169,7 @@ class ChunkUpdates:
         grads: GradStore,
         failures: Failures,
         states: Mapping[int, ChunkOptimizerState],
-        update: ElementwiseUpdate,
+        update: UpdateRule,
         param_groups: list[dict[str, Any]],
         defers: bool,
         averages: Averages | None = None,
@@ -219,7 +220,7 @@ class ChunkUpdates:
             tier = state.update_tier
             staged = staged_bytes(chunk, tier, loads=not self._update.is_fused)
             if state.tier is not tier:
-                staged |= dict.fromkeys(state.flats, state.num_flat_bytes)
+                staged |= dict.fromkeys(state.held, state.num_flat_bytes)
             if reduced is not None and reduced.tier is not tier:
                 staged["gradient"] = reduced.nbytes
             for name, num_bytes in staged.items():
@@ -387,15 +388,19 @@ class ChunkUpdates:
         gradient: Region | None,
         number: int,
         ticket: WorkTicket | None = None,
+        *,
         exchanges: bool = False,
+        reads: bool = False,
     ) -> _ChunkUpdate:
         """What to update of a chunk, and where it is. number: of the chunk, for its turn. Nothing moves yet.
 
-        exchanges: weights and averages change places.
+        exchanges: weights and averages change places. reads: nothing changes.
         """
         state = self._states[chunk.index]
         runs = state.runs(steps)
-        averaging = None if self._averages is None else self._averaging_of(state, self._averages, exchanges)
+        averaging = None
+        if self._averages is not None and not reads:
+            averaging = self._averaging_of(state, self._averages, exchanges)
         has_elements = bool(sum([run.numel for run in runs]))
         # All updated parameters are in other ranks' shards. Count their steps here too.
         if not has_elements and averaging is None:
@@ -416,9 +421,11 @@ class ChunkUpdates:
             if self._memory.disk is not None:
                 self._memory.disk.refuse_if_ended()
             tickets = (moments or state.all_flats()).tickets
-            elsewhere = {name: Region(state.tier, flat, tickets) for name, flat in state.flats.items()}
+            elsewhere = {name: Region(state.tier, flat, tickets) for name, flat in state.held.items()}
         where = self._transfer, self._staging, state.update_tier, turn
         view = ShardView(chunk, homes, elsewhere, *where, writes=has_elements or exchanges)
+        if elsewhere:
+            state.name_staged(view.staged_states)
         updates = [state.start(run, view) if run.numel else state.start(run) for run in runs]
         return _ChunkUpdate(state, view, gradient, moments, updates, turn, ticket, averaging=averaging)
 

@@ -46,6 +46,7 @@ KINDS = (
     *("change of what is trained", "change of what is compiled"),
     *("new param group", "discard_state()", "the optimizer's settings", "dropped models", "change of optimizer states"),
     *("choice of optimizer", "loaded optimizer state"),
+    *("tensors to their owners", "names of the owners' states", "tensors from their owners"),
 )
 """Kinds with a number of their own. All others share the next one: ranks compare what they say of it otherwise."""
 KIND_SHIFT = 24
@@ -490,6 +491,26 @@ class Communicator:
             if tag is not None:
                 self.collectives.check(tag)
             replicas.broadcast_(tensor)
+
+    def exchange(
+        self,
+        sent: Tensor,
+        sent_numels: Sequence[int],
+        received: Tensor,
+        received_numels: Sequence[int],
+        what: str,
+    ) -> None:
+        """Exchange parts among the ranks that share the shards, see `Collectives.exchange`. Collective."""
+        tag = self._next(what, 0)
+        with self._agreeing():
+            self._shards.exchange(sent, sent_numels, received, received_numels, tag)
+
+    def all_gather_bytes_of_shards(self, data: bytes, what: str) -> list[bytes]:
+        """The bytes of every rank that shares the shards, in their order; lengths may differ. Collective."""
+        everything = self.all_gather_bytes(data, what)
+        # Every replica has made the same: the first one speaks for all.
+        ranks = self.ranks
+        return [everything[ranks.index(rank)] for rank in self.rows[0]] if len(everything) > 1 else everything
 
     def agree(self, data: bytes, what: str, shown: str | None = None, remedy: str = _BUILD_ALIKE) -> None:
         """Raises DivergenceError unless every rank passes the same `data`. Collective.

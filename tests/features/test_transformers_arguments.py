@@ -254,9 +254,28 @@ def test_the_fused_adam_is_ours_and_others_are_torchs(optim: str, kind: Any, tmp
     assert state_hash(each.sharded_model, each.optimizer) == state_hash(model, optimizer)
 
 
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="Adafactor is not known to work element by element"):
-        trainer(tmp_path, optim="adafactor").train()
+def test_the_adafactor_of_the_library_trains_as_in_its_own_trainer(tmp_path: Path) -> None:
+    both = [
+        trainer(tmp_path, kind=kind, optim="adafactor", max_grad_norm=0.0) for kind in (Trainer, transformers.Trainer)
+    ]
+    for each in both:
+        each.train()
+    assert logged(both[0]) == logged(both[1])
+    assert_same(weights_of(both[0].sharded_model), weights_of(both[1].model))
+
+
+def test_a_config_with_muon_trains_hidden_matrices_by_it_and_the_rest_by_adam(tmp_path: Path) -> None:
+    """The rates and the decay of TrainingArguments are of both, where the config says none."""
+    config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Muon", "params": {"muon_lr": 0.03}}}
+    each = trainer(tmp_path, sharded={**SHARDED, "config": config})
+    each.train()
+    groups = {group["optimizer"]: group for group in each.optimizer.param_groups}
+    assert groups["Muon"]["initial_lr"] == 0.03 and groups["HybridAdam"]["initial_lr"] == 1e-2
+    assert {p.ndim for p in groups["Muon"]["params"]} == {2}
+    names = {p: name for name, p in each.sharded_model.named_parameters()}
+    assert all("bias" in names[p] or "ln_" in names[p] for p in groups["HybridAdam"]["params"])
+    assert each.sharded_model.module.transformer.h[0].attn.c_attn.weight in each.optimizer.state
+    assert logged(each)[-1] < logged(each)[0] + 1
 
 
 @pytest.mark.soak

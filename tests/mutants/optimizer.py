@@ -224,8 +224,8 @@ MUTANTS = [
     Mutant(
         "a parameter has the states that others of its chunk made",
         "ChunkOptimizerState._names_of_update",
-        "not self.counts_steps",
-        "False",
+        "self.made[position] if always is None else always",
+        "tuple(self.flats)",
         "tests/features/test_param_groups.py",
     ),
     Mutant(
@@ -259,8 +259,8 @@ MUTANTS = [
     Mutant(
         "a schedule of the plain optimizer does not see groups that are added",
         "GivenOptimizer.take_for",
-        "self._shown = cast(Any, sharded).shown_groups",
-        "self._shown = ShownGroups([*sharded.param_groups])",
+        "cast(Any, sharded).shown_groups if is_one_of == 1 else ShownGroups(groups)",
+        "ShownGroups(groups)",
         "tests/features/test_param_groups.py::test_a_schedule_of_the_plain_optimizer_moves_groups_that_are_added",
     ),
 ]

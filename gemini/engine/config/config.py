@@ -13,10 +13,11 @@ from typing import Annotated, Any, Self, TypeVar
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from gemini.engine.config.key import SCHEDULES, Number, Setting, Whole, dtype_named
+from gemini.engine.config.muon import muon_beside_adam
 from gemini.engine.config.read import nearest, problems_of
 from gemini.optimizer.averages import Ema, checked_ema
 from gemini.optimizer.elementwise import TESTED
@@ -75,15 +76,14 @@ def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, 
 
 
 T = TypeVar("T")
-_KINDS: tuple[type[torch.optim.Optimizer], ...] = (HybridAdam, CPUAdam, *TESTED)
+_KINDS: tuple[type[torch.optim.Optimizer], ...] = (HybridAdam, CPUAdam, *TESTED, torch.optim.Adafactor)
 OPTIMIZERS = {each.__name__.lower(): each for each in _KINDS}
 _ONE_BIT = "its exchange of 1-bit gradients does not exist here: HybridAdam with communication in 16 bits is nearest"
 _NOT_HERE = {
     "onebitadam": _ONE_BIT,
     "zerooneadam": _ONE_BIT,
     "onebitlamb": _ONE_BIT,
-    "lamb": "it looks at whole tensors, and chunks may cut them: only optimizers that work element by element do",
-    "muon": "it looks at whole matrices, and chunks may cut them: only optimizers that work element by element do",
+    "lamb": "PyTorch has none: give initialize() gemini.per_tensor(optimizer) of a class of your own",
     "muadam": "its learning rates by shape are not here: give param groups of HybridAdam",
     "muadamw": "its learning rates by shape are not here: give param groups of HybridAdam",
     "musgd": "its learning rates by shape are not here: give param groups of SGD",
@@ -107,18 +107,35 @@ class OptimizerConfig(Named):
 
     # The fields stand here and below once more for their descriptions, which docs/config.md prints.
     type: str
-    """HybridAdam, CPUAdam, or an optimizer of torch.optim that works element by element."""
+    """HybridAdam, CPUAdam, one of torch.optim that is elementwise, Adafactor, or Muon, which has Adam beside it."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Its arguments besides the parameters."""
 
     @model_validator(mode="after")
     def _try(self) -> Self:
         # Wrong arguments are found when the config is read, on all ranks and before the model is wrapped.
-        self.make([_one_element()])
+        self.make([_one_element(), nn.Parameter(torch.zeros(1, 1, device="cpu"))])
         return self
 
-    def make(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """The optimizer of these parameters or param groups. Raises ValueError for what it does not take."""
+    @property
+    def is_muon(self) -> bool:
+        """Whether it is two optimizers: Muon for hidden matrices, and Adam for all other parameters."""
+        return self.type.lower() == "muon"
+
+    def make(
+        self, parameters: Iterable[Any], names: Mapping[Tensor, str] | None = None
+    ) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
+        """The optimizer of these parameters or param groups; of Muon a list of two. Raises ValueError for arguments.
+
+        names: of the parameters in the model, by which Muon's are told from those of the Adam beside it.
+        """
+        if self.is_muon:
+            for name, value in self.params.items():
+                _refuse_text(name, value)
+            try:
+                return muon_beside_adam(parameters, self.params, names or {})
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"params are not valid for Muon: {error}") from error
         # Case does not count, as for DeepSpeed's own optimizers.
         name = _SAME_AS.get(self.type.lower(), self.type).lower()
         if name in _NOT_HERE:

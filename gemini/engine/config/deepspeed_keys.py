@@ -179,7 +179,11 @@ ZERO = [
     ),
     Key("zero_optimization.log_trace_cache_warnings", bool, NoEffect("the order of use is recorded at every step")),
     Key("zero_optimization.enable_sanity_checks", bool, NoEffect("ranks always compare what they gather and reduce")),
-    Key("zero_optimization.save_muon_momentum_buffer_in_memory", bool, NoEffect("there is no Muon of our own")),
+    Key(
+        "zero_optimization.save_muon_momentum_buffer_in_memory",
+        bool,
+        NoEffect("it rests as all states do"),
+    ),
     Key(
         "zero_optimization.leaf_module",
         Section,
@@ -361,6 +365,8 @@ _OPTIMIZER = [
     Key("optimizer.params.fused", bool, NoEffect("each chunk is updated by one kernel")),
     Key("optimizer.params.amsgrad", bool, Refused("HybridAdam keeps two moments; torch's own Adam has amsgrad")),
     Key("optimizer.params.max_grad_norm", Number, Refused("write gradient_clipping instead", (0,))),
+    Key("optimizer.params.ns_method", str, NoEffect("Muon is torch's, which has the standard iteration")),
+    Key("optimizer.params.per_head_muon", bool, Refused("Muon takes each matrix as it is")),
     Key("optimizer.params.*", Any, MappedTo("optimizer.params.*"), auto="the optimizer's default"),
     Key(
         "scheduler.type",
@@ -371,7 +377,7 @@ _OPTIMIZER = [
     Key(
         "zero_allow_untested_optimizer",
         bool,
-        NoEffect("an optimizer that is not known to work element by element is refused, unless `elementwise=True`"),
+        NoEffect("an optimizer that is not known is refused, unless `elementwise=True` or `per_tensor` says how"),
     ),
     Key("zero_force_ds_cpu_optimizer", bool, NoEffect("the update runs where its state rests, with the same bits")),
 ]

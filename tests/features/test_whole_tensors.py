@@ -1,0 +1,347 @@
+"""Optimizers that treat each tensor by itself: torch's Muon and Adafactor, a class of the user's. Equal to plain."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gemini
+from gemini import ShardedModel, ShardedOptimizer, UnsupportedError, state_hash
+from gemini.placement import owners
+from optim import round_master_
+from sharding.collectives import Collectives
+from tests.harness.on_ranks import gathered, on_ranks
+from tests.zoo.mlp import assert_same, minimum_bytes, weights_of
+from tests.zoo.whole import MAKES, Lamb, Matrices, Plain, build, loss_of, matrices_and_rest, muon_and_adam, train_step
+
+CHUNK_NUMEL = 2048
+# The module with the function that Muon calls for each matrix.
+ORTHOGONALIZE = "torch.optim._muon._zeropower_via_newtonschulz"
+PLACES: dict[str, dict[str, Any]] = {
+    "cuda": {"tensor_placement_policy": "cuda"},
+    "cpu": {"tensor_placement_policy": "cpu"},
+    "smallest": {"model_data_memory": "smallest"},
+    "disk": {"tensor_placement_policy": "disk"},
+}
+
+
+def wrapped(place: str, folder: Path | None = None, module: nn.Module | None = None, **arguments: Any) -> ShardedModel:
+    arguments = {"device": "emulated", "chunk_size": CHUNK_NUMEL, **PLACES[place], **arguments}
+    if place == "disk":
+        arguments["disk_path"] = folder
+    if arguments.get("model_data_memory") == "smallest":
+        del arguments["model_data_memory"]
+        arguments["model_data_memory"] = minimum_bytes(build() if module is None else module, **arguments)
+    return ShardedModel(build() if module is None else module, **arguments)
+
+
+def made_for(model: ShardedModel, make: str, **arguments: Any) -> ShardedOptimizer:
+    optimizers = MAKES[make](model)
+    return ShardedOptimizer(model, optimizers[0] if len(optimizers) == 1 else optimizers, **arguments)
+
+
+def train_beside_plain(rank: int, world_size: int, model: ShardedModel, make: str, max_norm: float | None) -> None:
+    """Steps of one and of three micro-batches; a learning rate that changes."""
+    plain, optimizer = Plain(make, world_size, max_norm), made_for(model, make, clip_grad_norm=max_norm)
+    for step in range(4):
+        if step == 2:
+            for group in [*optimizer.param_groups, *(g for each in plain.optimizers for g in each.param_groups)]:
+                group["lr"] = group["lr"] and group["lr"] / 2
+        micro_batches = 3 if step % 2 else 1
+        train_step(model, optimizer, rank, step, micro_batches)
+        plain.step(step, micro_batches)
+        assert_same(weights_of(model), weights_of(plain.model))
+    model.close()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@on_ranks(1, 2, soak=(3, 4))
+def test_muon_beside_adam_trains_as_on_the_plain_model(
+    rank: int, world_size: int, max_norm: float | None, place: str, stage: int, tmp_path: Path
+) -> None:
+    train_beside_plain(rank, world_size, wrapped(place, tmp_path, stage=stage), "muon", max_norm)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("place", ["cuda", "cpu", "smallest"])
+@pytest.mark.parametrize("make", ["moonlight", "adafactor", "transformers", "lamb", "whitened"])
+@on_ranks(1, 2, soak=(3, 4))
+def test_any_optimizer_of_whole_tensors_trains_as_on_the_plain_model(
+    rank: int, world_size: int, make: str, place: str
+) -> None:
+    """Factors by row and column, a norm of a tensor, a buffer of another shape than its weight."""
+    train_beside_plain(rank, world_size, wrapped(place), make, 0.5)
+
+
+@on_ranks(1, 2, soak=(4,))
+def test_each_matrix_is_orthogonalised_once_a_step_whatever_the_micro_batches(rank: int, world_size: int) -> None:
+    """In all ranks together, and in windows of few elements as in one."""
+    for most in (1, owners.WINDOW_NUMEL):
+        model = wrapped("cpu")
+        optimizer = made_for(model, "muon")
+        num_matrices = len(matrices_and_rest(build())[0])
+        real, calls = torch.optim._muon._zeropower_via_newtonschulz, list[Any]()
+
+        def counted(*args: Any, real: Any = real, calls: list[Any] = calls) -> Any:
+            calls.append(tuple(args[0].shape))
+            return real(*args)
+
+        with mock.patch(ORTHOGONALIZE, counted), mock.patch.object(owners, "WINDOW_NUMEL", most):
+            for step in range(3):
+                train_step(model, optimizer, rank, step, micro_batches=3)
+        everywhere = [shape for its in gathered(calls) for shape in its]
+        assert len(everywhere) == 3 * num_matrices
+        assert {(40, WIDTH), (40, 40), (8, 16)} == set(everywhere)
+        if world_size > 1 and most > 1:
+            busy = sum(each > 0 for each in gathered(len(calls)))
+            assert busy == min(world_size, num_matrices), "ranks share the work"
+        model.close()
+
+
+WIDTH = 24
+
+
+@on_ranks(1, 2, soak=(4,))
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_exchanges_each_matrix_once_to_its_owner_and_once_back(
+    rank: int, world_size: int, micro_batches: int
+) -> None:
+    """Gradient, weight and momentum go to the owner, and weight and momentum back; the first step has no momentum."""
+    model = wrapped("cuda", stage=3)
+    optimizer = made_for(model, "muon")
+    train_step(model, optimizer, rank, 0)
+    sent: list[int] = []
+    real = Collectives.exchange
+
+    def noted(self: Collectives, payload: Any, numels: Any, *rest: Any) -> None:
+        sent.append((payload.numel() - numels[self.rank]) * payload.itemsize)
+        real(self, payload, numels, *rest)
+
+    with mock.patch.object(Collectives, "exchange", noted):
+        train_step(model, optimizer, rank, 1, micro_batches)
+    assert len(sent) == (2 if world_size > 1 else 0)
+    # What an owner has of its own tensor travels nowhere: at least nothing, at most all of it.
+    to_owners, back = (sum(each) for each in zip(*gathered(tuple(sent) or (0, 0)), strict=True))
+    numel = sum(p.numel() for p in matrices_and_rest(build())[0])
+    assert to_owners * 2 == back * 3
+    assert back <= 2 * 4 * numel
+    assert (back > 0) == (world_size > 1)
+    model.close()
+
+
+@on_ranks(1, 2)
+def test_a_model_of_zero_init_context_is_trained_by_muon_and_not_by_something_else(rank: int, world_size: int) -> None:
+    with gemini.ZeroInitContext():
+        module = build()
+    train_beside_plain(rank, world_size, wrapped("cpu", module=module), "muon", None)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("place", ["cuda", "cpu", "smallest"])
+@pytest.mark.parametrize("reuse", [False, True])
+@on_ranks(1, 2)
+def test_muon_updates_the_fp32_masters_of_16_bit_weights(rank: int, world_size: int, reuse: bool, place: str) -> None:
+    model = wrapped(place, module=build(torch.bfloat16), reuse_fp16_shard=reuse)
+    optimizer = made_for(model, "muon")
+    plain, masters = build(torch.bfloat16), build()
+    optimizers = muon_and_adam(masters)
+    for step in range(3):
+        optimizer.backward(loss_of(model, step, dtype=torch.bfloat16))
+        optimizer.step()
+        loss_of(plain, step, dtype=torch.bfloat16).backward()
+        for weight, master in zip(plain.parameters(), masters.parameters(), strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        for each in optimizers:
+            each.step()
+        for weight, master in zip(plain.parameters(), masters.parameters(), strict=True):
+            round_master_(weight.data.view(-1), master.data.view(-1))
+        assert_same(weights_of(model), weights_of(plain))
+    model.close()
+
+
+@on_ranks(1, 2)
+def test_a_step_with_a_gradient_that_is_not_finite_changes_no_optimizer(rank: int, world_size: int) -> None:
+    model = wrapped("cpu", dtype=torch.float16)
+    optimizer = made_for(model, "muon", initial_scale=2.0**4)
+    for step in range(2):
+        optimizer.backward(loss_of(model, step, dtype=torch.float16))
+        optimizer.step()
+    before = state_hash(model, optimizer)
+    loss = loss_of(model, 2, dtype=torch.float16)
+    optimizer.backward(loss * (float("inf") if rank == 0 else 1.0))
+    with pytest.warns(UserWarning, match="skipped on all ranks"):
+        optimizer.step()
+    assert state_hash(model, optimizer) == before
+    optimizer.backward(loss_of(model, 3, dtype=torch.float16))
+    optimizer.step()
+    assert len(set(gathered(state_hash(model, optimizer)))) == 1
+    assert state_hash(model, optimizer) != before
+    model.close()
+
+
+@pytest.mark.parametrize("make", ["muon", "transformers", "whitened"])
+@on_ranks(1, 2)
+def test_a_checkpoint_goes_on_at_another_stage_and_on_another_number_of_ranks(
+    rank: int, world_size: int, make: str, tmp_path: Path
+) -> None:
+    plain, model = Plain(make, world_size), wrapped("cuda", stage=3)
+    optimizer = made_for(model, make)
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+        plain.step(step)
+    gemini.save_checkpoint(tmp_path, model, optimizer)
+    saved = optimizer.state_dict()
+    model.close()
+    # Each rank alone, and as many ranks, where states rest on the host.
+    groups = [None] if world_size == 1 else [[dist.new_group([each]) for each in range(world_size)][rank], None]
+    for group in groups:
+        other = wrapped("cpu", stage=1 if group is None else 3, process_group=group)
+        its = made_for(other, make)
+        gemini.load_checkpoint(tmp_path, other, its)
+        assert_same(weights_of(other), weights_of(plain.model))
+        assert _shapes(its.state_dict()) == _shapes(saved)
+        if group is None:
+            train_step(other, its, rank, 2)
+            plain.step(2)
+            assert_same(weights_of(other), weights_of(plain.model))
+        other.close()
+
+
+def _shapes(state: dict[str, Any]) -> Any:
+    return {
+        number: {name: tuple(each.shape) if isinstance(each, torch.Tensor) else each for name, each in entry.items()}
+        for number, entry in state["state"].items()
+    }
+
+
+@pytest.mark.parametrize("make", ["muon", "adafactor", "transformers", "lamb", "whitened"])
+@on_ranks(1, 2)
+def test_a_state_dict_has_what_the_plain_optimizers_have_and_is_loaded(rank: int, world_size: int, make: str) -> None:
+    plain, model = Plain(make, world_size), wrapped("cpu")
+    optimizer = made_for(model, make)
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+        plain.step(step)
+    saved, number = optimizer.state_dict(), 0
+    for each in plain.optimizers:
+        for group in each.param_groups:
+            for parameter in group["params"]:
+                entry = saved["state"][number]
+                assert entry.keys() == each.state[parameter].keys()
+                for name, value in each.state[parameter].items():
+                    same = torch.equal(entry[name], value) if isinstance(value, torch.Tensor) else entry[name] == value
+                    assert same, name
+                number += 1
+    other = wrapped("cuda", module=model_with(weights_of(model)))
+    its = made_for(other, make)
+    its.load_state_dict(saved)
+    train_step(other, its, rank, 2)
+    plain.step(2)
+    assert_same(weights_of(other), weights_of(plain.model))
+
+
+def model_with(weights: dict[str, torch.Tensor]) -> Matrices:
+    model = build()
+    model.load_state_dict(weights)
+    return model
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    model = wrapped("cuda")
+    optimizer = made_for(model, "adafactor")
+    other = torch.optim.AdamW(build().parameters())
+    with pytest.raises(ValueError, match=r"Adafactor cannot step with .*eps=1e-08"):
+        optimizer.load_state_dict(other.state_dict())
+    model.close()
+
+
+def test_states_read_and_written_by_parameter_count() -> None:
+    model = wrapped("cuda")
+    optimizer = made_for(model, "muon")
+    train_step(model, optimizer, 0, 0)
+    weight = model.module.square.weight
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    assert momentum.shape == weight.shape
+    optimizer.state[weight]["momentum_buffer"] = torch.zeros(40, 40)
+    assert not optimizer.state_dict()["state"][1]["momentum_buffer"].any()
+    assert torch.equal(gemini.safe_get_full_optimizer_state(weight, "momentum_buffer"), torch.zeros(40, 40))
+    train_step(model, optimizer, 0, 1)
+    model.close()
+
+
+def test_the_plan_counts_the_states_of_whole_tensors() -> None:
+    """Muon's one state and Adam's two share memory where both are in one chunk; Adafactor's of vectors is one."""
+    for make, num_states in (("muon", {1, 2}), ("adafactor", {0, 1})):
+        model = wrapped("cpu")
+        optimizer = made_for(model, make)
+        train_step(model, optimizer, 0, 0)
+        counts = {chunk.optim_states for chunk in model.plan.demand.chunks}
+        assert counts <= num_states
+        held = sum(each.nbytes for state in optimizer._chunk_states.by_chunk.values() for each in state.held.values())
+        assert held == sum(chunk.home_bytes.get(gemini.Kind.OPTIM, 0) for chunk in model.plan.demand.chunks)
+        model.close()
+
+
+def test_lbfgs_and_an_optimizer_that_needs_a_closure_are_refused_by_name() -> None:
+    class Sharp(Lamb):
+        def step(self, closure: Any) -> None:
+            """As SAM's."""
+
+    for make, message in (
+        (lambda p: torch.optim.LBFGS(p), "LBFGS treats neither .* calls its closure several times"),
+        (lambda p: gemini.per_tensor(Sharp(p, 0.1, 1.0)), r"Sharp\.step\(\) needs closure=.* SAM"),
+    ):
+        model = wrapped("cuda")
+        with pytest.raises(UnsupportedError, match=message):
+            ShardedOptimizer(model, make(model.parameters()))
+        model.close()
+    with pytest.raises(UnsupportedError, match="LBFGS"):
+        gemini.per_tensor(torch.optim.LBFGS(build().parameters()))
+    with pytest.raises(TypeError, match="found str"):
+        gemini.per_tensor("Muon")  # type: ignore[arg-type]
+
+
+def test_updates_in_the_backward_are_refused_with_muon() -> None:
+    model = ShardedModel(build(), device="emulated", update_in_backward=True)
+    with pytest.raises(UnsupportedError, match=r"update_in_backward=True .* Muon"):
+        ShardedOptimizer(model, muon_and_adam(model))
+    model.close()
+
+
+@on_ranks(1, 2)
+def test_sam_is_two_backwards_in_the_loop(rank: int, world_size: int) -> None:
+    """Foret et al. 2020: the gradient at the weights moved uphill updates the weights before that."""
+    model, plain = wrapped("cuda"), build()
+    optimizer = ShardedOptimizer(model, gemini.HybridAdam(model.parameters(), lr=1e-2))
+    plain_optimizer = gemini.HybridAdam(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        for each, its in ((model, optimizer), (plain, plain_optimizer)):
+            loss_of(each, step).backward()
+            with torch.no_grad():
+                before = [p.detach().clone() for p in each.parameters()]
+                for p in each.parameters():
+                    p.add_(p.grad, alpha=0.05)
+            its.zero_grad()
+            loss_of(each, step).backward()
+            with torch.no_grad():
+                for p, value in zip(each.parameters(), before, strict=True):
+                    p.copy_(value)
+            its.step()
+            its.zero_grad()
+    assert_same(weights_of(model), weights_of(plain))
+    model.close()
+
+
+@on_ranks(2, soak=(4,))
+def test_replicas_each_step_their_own_copy_alike(rank: int, world_size: int) -> None:
+    """All ranks see the same data: the order in which means are added does not count."""
+    model = wrapped("cuda", shard_group_size=world_size // 2)
+    train_beside_plain(0, 1, model, "muon", 0.1)
