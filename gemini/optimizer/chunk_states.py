@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.errors import BudgetError
+from gemini.errors import BudgetError, UnsupportedError
 from gemini.memory.arena import HostTier
 from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Tickets, wait_on_tier
@@ -209,9 +209,10 @@ class ChunkOptimizerState:
     def names(self, position: int) -> tuple[str, ...]:
         """The flat states of a parameter. Adam's exist from the start, a torch optimizer's once it has created them."""
         has_average = AVERAGE in self.flats and not self.lacks_average[position]
-        return (*self._names_of_update(position), AVERAGE) if has_average else self._names_of_update(position)
+        return (*self.names_of_update(position), AVERAGE) if has_average else self.names_of_update(position)
 
-    def _names_of_update(self, position: int) -> tuple[str, ...]:
+    def names_of_update(self, position: int) -> tuple[str, ...]:
+        """The flat states of a parameter that its optimizer knows: all but the average of its weights."""
         if self.is_fused:
             if AVERAGE not in self.flats:
                 return tuple(self.flats)
@@ -284,7 +285,7 @@ class ChunkOptimizerState:
         """The update of one run. weights: of the whole chunk; None for a run without elements."""
         # Parameters of one run have equal scalars and states, so the first one stands for all of them.
         scalars, part = self.scalars[run.positions[0]], slice(run.start, run.start + run.numel)
-        names = self._names_of_update(run.positions[0])
+        names = self.names_of_update(run.positions[0])
         flats = self.flats if weights is None or not weights.staged_states else weights.staged_states
         flat = {name: flats[name][part] for name in names if name in flats}
         # States that these parameters lack and that have memory already: if the update creates one, its values go
@@ -609,6 +610,13 @@ class ChunkStates:
         # Sorted groups, and a dict in place of a set of names, whose order differs by process, give all ranks one order
         # of allocations.
         # What an elementwise optimizer keeps depends on no shape, and a chunk may have thousands of parameters.
+        for managed in state.chunk.parameters:
+            if managed.part is not None and managed.part.is_cut and state.is_whole(managed.position):
+                raise UnsupportedError(
+                    f"{managed.name!r} is divided by tensor parallelism, and its optimizer takes whole tensors: ranks "
+                    "exchange shards of parts, and no rank has the whole. Give it to HybridAdam or another elementwise "
+                    "optimizer"
+                )
         needing = {
             (number, tuple(managed.shape) if state.is_whole(managed.position) else ())
             for managed, number in zip(state.chunk.parameters, state.groups, strict=True)

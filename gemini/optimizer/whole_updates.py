@@ -115,7 +115,7 @@ class WholeChunkUpdates(ChunkUpdates):
                     position = run.run.positions[0]
                     if state.is_whole(position):
                         weights = None if run.weights is None or view is None else view.load()
-                        found.append(self._tensors.part(chunk, run, flat, weights, state.names(position)))
+                        found.append(self._tensors.part(chunk, run, flat, weights, state.names_of_update(position)))
         return found
 
     def _plan(

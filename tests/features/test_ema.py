@@ -16,6 +16,7 @@ from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
 from tests.harness.seed import seed
 from tests.harness.shared_folder import shared_folder
+from tests.zoo import whole
 from tests.zoo.walks import build, loss_of
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -120,6 +121,22 @@ def test_averages_of_16_bit_weights_are_those_of_the_masters(
             assert torch.equal(gemini.safe_get_full_fp32_param(each), expected[name]), name
             assert (each.detach() - expected[name].to(dtype)).abs().max() <= 2.0**-8 * expected[name].abs().max()
     assert_same({name: gemini.safe_get_full_fp32_param(each) for name, each in model.named_parameters()}, masters)
+    model.close()
+
+
+@pytest.mark.parametrize("place", ["device", "host", "in parts"])
+@on_ranks(1, 2)
+def test_averages_beside_several_optimizers_are_of_all_weights(rank: int, world_size: int, place: str) -> None:
+    model = wrapped(place, whole.build(), device="emulated")
+    plain = whole.Plain("muon", world_size)
+    optimizer = ShardedOptimizer(model, whole.muon_and_adam(model), ema=0.9)
+    averaged = AveragedModel(plain.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step in range(3):
+        whole.train_step(model, optimizer, rank, step)
+        plain.step(step)
+        averaged.update_parameters(plain.model)
+    assert_same(averages_of(optimizer, model), averaged.module.state_dict())
+    assert_same(dict(model.state_dict()), plain.model.state_dict())
     model.close()
 
 

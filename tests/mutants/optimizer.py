@@ -223,7 +223,7 @@ MUTANTS = [
     ),
     Mutant(
         "a parameter has the states that others of its chunk made",
-        "ChunkOptimizerState._names_of_update",
+        "ChunkOptimizerState.names_of_update",
         "self.made[position] if always is None else always",
         "tuple(self.flats)",
         "tests/features/test_param_groups.py",
