@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gemini.cli.remedies import Options
+    from gemini.placement.optimizers import OptimizerKind
 
 _LENGTH = 4096  # of sequences, where the model takes as many
 
@@ -74,6 +75,10 @@ def plan(
     optim_states: Annotated[
         int, typer.Option(min=0, help="States per element of the optimizer: 2 for Adam, 0 for SGD, 1 with momentum.")
     ] = OPTIM_STATES,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="In place of --optim-states: adam, muon (beside adam), adafactor, sgd, momentum or amsgrad."),
+    ] = None,
     update_in_backward: Annotated[
         bool, typer.Option("--update-in-backward", help="Gradients take no memory: without clipping and micro-batches.")
     ] = False,
@@ -102,6 +107,7 @@ def plan(
         from gemini.settings import Settings
 
     try:
+        states = _states_of(optimizer, optim_states)
         # This check comes before the machine is measured, which takes time: a misspelled name is told at once.
         check_name(model)
         # Budgets are left out: `Question` adds those of the cluster, and of other clusters that it tries.
@@ -128,7 +134,7 @@ def plan(
         length = sequence_length or _length_of(module)
         each = Batch(batch, length, activation_checkpointing, experts_per_token, gradient_accumulation_steps)
         with working(console, "planning"):
-            found = answer(module, settings, cluster, each, optim_states)
+            found = answer(module, settings, cluster, each, states)
     except (NotAModel, ValueError, TypeError) as error:
         # rich reads brackets in a str, such as `list[int]` in a message, as markup. A Text is shown as it is.
         console.print(Text(str(error), "red"), soft_wrap=True)
@@ -157,6 +163,17 @@ def _given(context: typer.Context) -> Options:
             continue
         found.append((option, None if value is True else str(value)))
     return tuple(found)
+
+
+def _states_of(optimizer: str | None, optim_states: int) -> int | OptimizerKind:
+    """The optimizer by its name, or how many states it keeps. Raises ValueError for an unknown name."""
+    from gemini.placement.optimizers import KINDS
+
+    if optimizer is None:
+        return optim_states
+    if optimizer.lower() not in KINDS:
+        raise ValueError(f"--optimizer {optimizer} is not known (valid: {', '.join(KINDS)}): say --optim-states")
+    return KINDS[optimizer.lower()]
 
 
 def _length_of(module: nn.Module) -> int:
