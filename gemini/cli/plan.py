@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gemini.cli.remedies import Options
+    from gemini.placement.optimizers import OptimizerKind
 
 _LENGTH = 4096  # of sequences, where the model takes as many
 
@@ -68,6 +69,10 @@ def plan(
         int, typer.Option(min=1, help="Micro-batches of a step, each of --batch sequences.")
     ] = 1,
     optim_states: asked.OPTIM_STATES = OPTIM_STATES,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="In place of --optim-states: adam, muon (beside adam), adafactor, sgd, momentum or amsgrad."),
+    ] = None,
     update_in_backward: Annotated[
         bool, typer.Option("--update-in-backward", help="Gradients take no memory: without clipping and micro-batches.")
     ] = False,
@@ -95,6 +100,7 @@ def plan(
         from gemini.settings import Settings
 
     with asked.questions_may_be_wrong(console):
+        states = _states_of(optimizer, optim_states)
         # This check comes before the machine is measured, which takes time: a misspelled name is told at once.
         check_name(model)
         # Budgets are left out: `Question` adds those of the cluster, and of other clusters that it tries.
@@ -121,7 +127,7 @@ def plan(
         length = sequence_length or _length_of(module)
         each = Batch(batch, length, activation_checkpointing, experts_per_token, gradient_accumulation_steps)
         with working(console, "planning"):
-            found = answer(module, settings, cluster, each, optim_states)
+            found = answer(module, settings, cluster, each, states)
     given = _given(context)
     if json_:
         typer.echo(json.dumps(as_json(model, found, given), indent=1))
@@ -146,6 +152,17 @@ def _given(context: typer.Context) -> Options:
             continue
         found.append((option, None if value is True else str(value)))
     return tuple(found)
+
+
+def _states_of(optimizer: str | None, optim_states: int) -> int | OptimizerKind:
+    """The optimizer by its name, or how many states it keeps. Raises ValueError for an unknown name."""
+    from gemini.placement.optimizers import KINDS
+
+    if optimizer is None:
+        return optim_states
+    if optimizer.lower() not in KINDS:
+        raise ValueError(f"--optimizer {optimizer} is not known (valid: {', '.join(KINDS)}): say --optim-states")
+    return KINDS[optimizer.lower()]
 
 
 def _length_of(module: nn.Module) -> int:

@@ -28,6 +28,7 @@ from gemini.placement.demand import (
 )
 from gemini.placement.machines import MACHINES, THIS, Machine, Rates
 from gemini.placement.needs import Packed
+from gemini.placement.optimizers import OptimizerKind
 from gemini.placement.plan import Plan
 from gemini.placement.policy import PlacementPolicy
 from gemini.placement.search import plan_training
@@ -209,7 +210,7 @@ class Question:
         dtype: of most of the weights.
         workload: of a token.
         gradient_bytes: that autograd holds of gradients before their chunks take them.
-        optim_states: states per element that the optimizer keeps.
+        optim_states: states per element that the optimizer keeps, or the optimizer.
         packed: the packings of `module` for these settings and ranks, which all tries of other budgets, policies and
             batches share.
     """
@@ -222,7 +223,7 @@ class Question:
     workload: Workload
     gradient_bytes: int
     packed: Packed
-    optim_states: int = OPTIM_STATES
+    optim_states: int | OptimizerKind = OPTIM_STATES
 
     @property
     def activations(self) -> int | None:

@@ -11,6 +11,7 @@ from gemini.cli.question import Question
 from gemini.errors import BudgetError
 from gemini.placement.budget import RESERVE
 from gemini.placement.demand import ModelSpec, OperatorSpec, WeightSpec
+from gemini.placement.optimizers import states_in_all
 from gemini.placement.plan import Plan
 
 _MOST_RANKS = 2**16
@@ -298,7 +299,7 @@ def _least_bytes_at_rest(question: Question) -> int:
     weights = question.packed.spec.weights
     trained = [weight for weight in weights if weight.trainable]
     # States have fp32 where weights have 16 bits: see `_chunk_demand` in gemini/placement/needs.py.
-    states = sum(question.optim_states * weight.numel * max(4, weight.dtype.itemsize) for weight in trained)
+    states = states_in_all(question.optim_states, trained)
     return sum(map(_bytes_of, weights)) + sum(map(_bytes_of, trained)) + states
 
 

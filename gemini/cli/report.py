@@ -25,6 +25,7 @@ from gemini.placement.budget import ACTIVATION_FRACTION, LESS_FOR_ACTIVATIONS, B
 from gemini.placement.cost import KERNELS, ModelledStep, MovedBytes, modelled_step, moves_of
 from gemini.placement.demand import OPTIM_STATES, Dtype, Tier
 from gemini.placement.machines import MACHINES, Rates
+from gemini.placement.optimizers import OptimizerKind
 from gemini.placement.plan import Plan
 from gemini.placement.policies import FRACTIONS, all_at_rest_on_device
 from gemini.placement.predict import Predicted, expected_schedule, predict
@@ -83,11 +84,15 @@ class Answer:
 
 
 def answer(
-    module: nn.Module, settings: Settings, cluster: Cluster, batch: Batch, optim_states: int = OPTIM_STATES
+    module: nn.Module,
+    settings: Settings,
+    cluster: Cluster,
+    batch: Batch,
+    optim_states: int | OptimizerKind = OPTIM_STATES,
 ) -> Answer:
     """Plan for `module` and model its step. Local; nothing is allocated.
 
-    optim_states: states per element that the optimizer keeps.
+    optim_states: states per element that the optimizer keeps, or the optimizer.
     Raises ValueError for settings that the module contradicts.
     """
     # Costs and prefetch are those of the machine that is asked for, and not of the one that plans.

@@ -24,6 +24,7 @@ from gemini.placement.host_room import (
     refuses_unannounced,
 )
 from gemini.placement.needs import Packed, trained_at_first
+from gemini.placement.optimizers import OptimizerKind, states_by_chunk
 from gemini.placement.packing import CHUNKS_PLACED, Packing, packings, step_cost
 from gemini.placement.plan import Plan, kept_at_first, least_of_all_packings
 from gemini.placement.planning import plan_demand, plan_packing, replan, with_room_for_steps
@@ -330,7 +331,11 @@ def _host_refusal(plan: Plan) -> BudgetError | None:
 
 
 def plan_training(
-    packed: Packed, settings: Settings, free: FreeBytes, optim_states: int = OPTIM_STATES, is_try: bool = False
+    packed: Packed,
+    settings: Settings,
+    free: FreeBytes,
+    optim_states: int | OptimizerKind = OPTIM_STATES,
+    is_try: bool = False,
 ) -> Plan:
     """The plan of a model whose optimizer keeps `optim_states` states per element of each chunk. Local.
 
@@ -342,13 +347,13 @@ def plan_training(
     if optim_states == OPTIM_STATES:
         return plan_packed(packed, settings, free, is_try)
     first, _ = plan_first(packed, settings, free)
-    states = [optim_states] * len(first.packing.chunks)
+    states = states_by_chunk(optim_states, first.packing, packed.spec)
     # `replan` by itself would take any first plan for one whose activations are unknown.
     is_by_default = free.are_activations_unknown
     try:
         plan = replan(first, first.trained, {}, infers=False, optim_states=states, is_by_default=is_by_default)
     except BudgetError as error:
-        raise with_least(error, first, optim_states) from None
+        raise with_least(error, first, max(states, default=0)) from None
     return replace(plan, is_first=True)
 
 

@@ -22,6 +22,7 @@ from gemini.cli.app import app
 from gemini.model.workload import workload_of
 from gemini.placement.demand import Tier, parse_bytes
 from gemini.placement.machines import MACHINES
+from optim import HybridAdam
 from tests.zoo.mlp import Mlp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,25 @@ def test_the_plan_is_that_of_an_optimizer_with_so_many_states(states: int) -> No
         for name, its in (("found", found), ("Adam", of_adam))
     }
     assert (total["found"] > total["Adam"]) == (states > 2)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_the_plan_is_that_of_an_optimizer_of_whole_tensors(name: str) -> None:
+    """Muon's momentum lies where Adam's moments of the biases do, and Adafactor keeps a state of these alone."""
+    found = asked(SMALL, "--ranks", "1", "--device-memory", "26KiB", "--optimizer", name)
+    module = Mlp()
+    with mock.patch.object(Settings, "has_streams", True):
+        model = ShardedModel(module, device="emulated", **found["wrap_with"])
+        matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False))
+        its: Any = [torch.optim.Muon(matrices), HybridAdam(rest)]
+        ShardedOptimizer(model, its if name == "muon" else torch.optim.Adafactor(model.parameters()))
+    for tier in Tier:
+        assert found[tier.value] == model.plan.placement.bytes_by_kind(model.plan.demand, tier)
+
+
+def test_an_optimizer_of_another_name_is_refused_with_the_names() -> None:
+    code, shown = run(SMALL, "--optimizer", "shampoo")
+    assert code == 2 and "valid: adam, muon, adafactor, sgd, momentum, amsgrad" in shown
 
 
 def test_seconds_are_bytes_and_flops_by_the_rates_that_are_given(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ MUTANTS = [
     Mutant(
         "an estimate's refusal names the least of the chunk size that was chosen, not of all sizes",
         "plan_training",
-        "raise with_least(error, first, optim_states) from None",
+        "raise with_least(error, first, max(states, default=0)) from None",
         "raise error",
         f"{_ANY_BUDGET}::test_the_least_budget_of_another_optimizer_is_the_least_of_every_chunk_size",
     ),

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gemini.engine.config.read import nearest
 from gemini.errors import UnsupportedError
+from gemini.placement.optimizers import is_hidden
 from optim import HybridAdam
 
-_NOT_HIDDEN = ("embed", "lm_head")
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 _OF_ADAM = ("betas", "eps")
 _OF_BOTH = ("lr", "weight_decay")
@@ -51,7 +51,7 @@ def arguments_of(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     """Whether Muon updates it. Raises UnsupportedError for a hidden tensor of more dimensions."""
-    if parameter.ndim < 2 or any(word in name.lower() for word in _NOT_HIDDEN):
+    if not is_hidden(name, parameter.ndim):
         return False
     if parameter.ndim > 2:
         raise UnsupportedError(
