@@ -99,6 +99,8 @@ class Contents:
 
     def __init__(self, model: ShardedModel, optimizer: ShardedOptimizer | None) -> None:
         """Raises CheckpointError for a tensor that no file can hold. Nothing has been written then."""
+        if optimizer is not None and optimizer.ema is not None:
+            optimizer.ema.refuse_shown("a checkpoint")
         self._model = model
         self._optimizer = optimizer
         manager = model.chunk_manager

@@ -31,6 +31,9 @@ from gemini.runtime.manager import ChunkManager
 from gemini.runtime.params import ParamStore
 from gemini.runtime.step import Step
 
+EMA = "ema"
+"""The name of the flat state that is the average of the weights, see average.py."""
+
 # -- One chunk's optimizer state: flat per-element states, and step counts and other scalars by parameter.
 
 
@@ -71,6 +74,7 @@ class ChunkOptimizerState:
         self.update_tier = update_tier(self.tier)
         self.scalars = [None for _ in self.groups]
         self.made = [() for _ in self.groups]
+        self.averaged: set[int] = set()  # positions of which there is an average; membership only
         self.whose = [None if self.rules is None or each is None else self.rules.whose(each) for each in self.groups]
         # The runs of the last step, and what they were derived from.
         self._runs: list[Run] = []
@@ -162,6 +166,7 @@ class ChunkOptimizerState:
         position = managed.position
         self.note_edit(position)
         self.scalars[position], self.made[position] = None, ()
+        self.averaged.discard(position)
         # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other
         # parameters.
         for flat in self.flats.values():
@@ -184,6 +189,14 @@ class ChunkOptimizerState:
         """The parameters are in these param groups now, by position."""
         self.groups[:] = groups
 
+    def note_averaged(self, position: int) -> None:
+        """There is an average of the parameter, which has changed."""
+        self.note_edit(position, EMA)
+        if position not in self.averaged:
+            self.averaged.add(position)
+            if not self.is_fused:
+                self.note_made(position, [EMA])
+
     def follow_rules(self) -> None:
         """Reset parameters that another optimizer updates from now on: as in plain PyTorch it has no state of them."""
         if self.rules is None:
@@ -202,9 +215,13 @@ class ChunkOptimizerState:
     def names(self, position: int) -> tuple[str, ...]:
         """The flat states of a parameter. Adam's exist from the start, a torch optimizer's once it has created them."""
         if self.is_fused:
-            return tuple(self.flats)
+            # An average has memory before there is one: a loaded state dict need not have brought it.
+            lacks = EMA in self.flats and position not in self.averaged
+            return tuple(name for name in self.flats if name != EMA) if lacks else tuple(self.flats)
         always = None if self.rules is None else self.rules.names(self.groups[position])
-        return self.made[position] if always is None else always
+        if always is None:
+            return self.made[position]
+        return *always, *(name for name in self.made[position] if name not in always)
 
     def counts_steps(self, position: int) -> bool:
         """Whether the parameter's `step` is an int, and not a tensor or what else an optimizer makes of it."""
@@ -342,9 +359,11 @@ class ChunkStates:
         update: UpdateRule,
         param_groups: list[dict[str, Any]],
         group_of: Mapping[int, int],
+        averages: bool = False,
     ) -> None:
-        """group_of: the param group of each parameter in a group, by parameter index."""
+        """group_of: the param group of each parameter in a group, by parameter index. averages: see average.py."""
         self._params = params
+        self._averages = averages
         self._update = update
         self._rules = GroupRules(update, param_groups) if isinstance(update, SeveralUpdates) else None
         self._param_groups = param_groups
@@ -513,7 +532,11 @@ class ChunkStates:
         number, groups = self._group_of[managed.index], groups or self._param_groups
         # Loaded hyperparameters decide which states an entry has: one of torch's Adam with `amsgrad=True` has a third
         # one.
-        return self._update.entry_names({**self._param_groups[number], **groups[number]}, tuple(managed.shape))
+        found = self._update.entry_names({**self._param_groups[number], **groups[number]}, tuple(managed.shape))
+        if not self._averages:
+            return found
+        known = None if found.known is None else (*found.known, EMA)
+        return found._replace(flat=(*found.flat, EMA), known=known)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError, or what a torch optimizer raises, for bad hyperparameters: by an update of no elements."""
@@ -589,6 +612,8 @@ class ChunkStates:
             if number is not None
         }
         names = {name: None for group in sorted(needing) for name in self._names_in(*group)}  # in order
+        if self._averages and needing:
+            names[EMA] = None
         return [name for name in names if name not in state.flats]
 
     def _names_in(self, number: int, shape: tuple[int, ...]) -> tuple[str, ...]:

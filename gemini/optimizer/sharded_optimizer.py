@@ -16,6 +16,7 @@ from gemini.errors import GeminiError, UnsupportedError
 from gemini.memory.modes import methods_never_traced
 from gemini.model.operators import original_of
 from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.average import Average
 from gemini.optimizer.chunk_states import ChunkStates, making_optimizer, take_states
 from gemini.optimizer.given import ShownGroups, drop_states, refuse_taken, take_over
 from gemini.optimizer.several import (
@@ -125,6 +126,15 @@ def check_max_norm(name: str, value: float | None) -> float | None:
     return float(value)
 
 
+def check_decay(ema: float | None) -> float | None:
+    """`ema` as a float, None for None. Raises ValueError for anything that is not a number from 0 to 1."""
+    if ema is None:
+        return None
+    if isinstance(ema, bool) or not isinstance(ema, (int, float)) or not 0 <= ema <= 1:
+        raise ValueError(f"ema must be the decay of an average, from 0 to 1, or None, found {ema!r}")
+    return float(ema)
+
+
 def refuse_clipping(model: ShardedModel, what: str) -> None:
     """Raises ValueError for `what`, which clips every step, where the model's backwards update weights. Local."""
     if model.settings.frees_gradients(model.world_size):
@@ -179,6 +189,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         clip_grad_norm: every step clips gradients to this global L2 norm over all ranks. None: no clipping.
         elementwise: True accepts an optimizer that is not on the tested list. It must update every element alike and
             independently of all others, or the result depends on how parameters are cut into chunks.
+        ema: the decay of an exponential moving average of the fp32 weights, from 0 to 1, as `optimizer.ema`. It takes 4
+            bytes an element, where the optimizer's states rest. None: no average.
         gpu_margin_mem_ratio: with the policy "auto", the fraction that masters and optimizer state may take of what
             parameters, gradients and slots leave of the device's budget. None: as in the model's settings.
 
@@ -206,6 +218,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         max_scale: float = 2.0**32,
         clip_grad_norm: float | None = None,
         elementwise: bool = False,
+        ema: float | None = None,
         gpu_margin_mem_ratio: float | None = None,
         **unknown: Any,
     ) -> None:
@@ -227,6 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             update = resolve_rules(optimizers, elementwise)
             if frees_gradients and isinstance(update, SeveralUpdates) and update.steps_whole:
                 raise UnsupportedError(UPDATES_WHOLE)
+            decay = check_decay(ema)
             max_norm = check_max_norm("clip_grad_norm", clip_grad_norm)
             if max_norm is not None:
                 refuse_clipping(model, f"clip_grad_norm={max_norm:g}")
@@ -246,7 +260,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().__init__(groups, {} if len(optimizers) > 1 else optimizers[0].defaults)
             # What is in force, until a step has seen what the script makes of the groups that are shown.
             in_force = [*self.param_groups]
-            self._chunk_states = ChunkStates(manager.params, update, in_force, group_of)
+            self._chunk_states = ChunkStates(manager.params, update, in_force, group_of, decay is not None)
             self._state_view = StateView(model, self._chunk_states)
             self._scaling = Scaling(manager.grads, self._chunk_states, scale)
             prepare(manager.memory.device.device)
@@ -254,8 +268,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # What the next step will apply.
             self._next = ChunkOptimizer(manager.grads, self._chunk_states, self._scaling, " + ".join(names))
             self._groups = ParamGroups(model, self._chunk_states, self.shown_groups, in_force)
+            self._average = None if decay is None else Average(decay, manager, self._chunk_states)
             how = self._chunk_states, update, in_force, self._scaling, self._next, max_norm, self._groups
-            self._optimizer_step = OptimizerStep(model, *how)
+            self._optimizer_step = OptimizerStep(model, *how, self._average)
             manager.attach(self._next)
             for each in optimizers:
                 take_over(each, self, is_one_of=len(optimizers))
@@ -279,6 +294,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # torch's constructor sets an empty one.
         if hasattr(self, "_state_view"):
             self._state_view.replace(states)
+
+    @property
+    def ema(self) -> Average | None:
+        """The average of the weights; None unless `ema=` asks for it."""
+        return self._average
 
     @property
     def is_closed(self) -> bool:
@@ -378,6 +398,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_between_steps(self, what: str) -> None:
         if self.is_closed:
             raise GeminiError(f"{what} of an optimizer that was closed: use the model's present one")
+        if self._average is not None:
+            self._average.refuse_shown(what)
         self._manager.step.check_idle(what, after_updates=True)
         if self._manager.is_in_use:
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
@@ -393,6 +415,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises GeminiError inside a forward or backward.
         """
+        if self._average is not None:
+            self._average.refuse_shown("optimizer.state_dict()")
         with self._manager.step.publishing():
             state = whole_optimizer_state(self.model, self._chunk_states, self.param_groups, rank0_only)
         if state and self._scaling.active is not None:

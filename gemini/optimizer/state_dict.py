@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from gemini.access.link import link_of
 from gemini.access.states import FlatAccess, FullPrecisionAccess, States
 from gemini.model.sharded_model import ShardedModel
-from gemini.optimizer.chunk_states import ChunkOptimizerState, ChunkStates
+from gemini.optimizer.chunk_states import EMA, ChunkOptimizerState, ChunkStates
 from gemini.optimizer.elementwise import state_in_words
 from gemini.optimizer.several import WHOSE
 from gemini.optimizer.shards import EntryNames
@@ -498,6 +498,8 @@ def load_entry(
                 chunk_state.allocate([name], states.step.params)
             values.fill_state(states.of_optimizer(managed.chunk, name), managed, name, value)
             chunk_state.note_made(position, [name])
+            if name == EMA:
+                chunk_state.note_averaged(position)
         else:
             scalars[name] = unscalar(name, value, chunk_state, position)
 

@@ -18,6 +18,7 @@ from gemini.memory.modes import A_HOOK, never_traced
 from gemini.memory.transfer import Region
 from gemini.model.sharded_model import ShardedModel
 from gemini.observe import Stepped
+from gemini.optimizer.average import Average
 from gemini.optimizer.chunk_states import ChunkStates
 from gemini.optimizer.elementwise import group_in_words
 from gemini.optimizer.given import GroupEdits, ShownGroups
@@ -480,8 +481,10 @@ class OptimizerStep:
         factors: ChunkOptimizer,
         max_norm: float | None,
         groups: ParamGroups,
+        average: Average | None,
     ) -> None:
         """max_norm: every step clips to it for which no other clip is requested. None: no clipping."""
+        self._average = average
         self.grad_norm: Tensor | None = None
         self.last: StepReport | None = None
         self._model = model
@@ -644,6 +647,8 @@ class OptimizerStep:
             with step.failures.tearing():
                 self._updates.update(left, factors, step.payloads)
                 states.note_step()
+                if self._average is not None and updated:
+                    self._average.update()
                 # Gradients that an update has used must not be there for another one.
                 step.grads.end_step(Becomes.USED, ungrouped)
         if self._in_backward is not None:

@@ -15,7 +15,7 @@ import torch
 
 from gemini.memory.transfer import Region
 from gemini.memory.work import WorkTicket
-from gemini.optimizer.chunk_states import ChunkOptimizerState
+from gemini.optimizer.chunk_states import EMA, ChunkOptimizerState
 from gemini.optimizer.elementwise import MOST_TEMPORARIES
 from gemini.optimizer.several import SeveralUpdates
 from gemini.optimizer.shards import GradientFactors, Made
@@ -113,7 +113,9 @@ class WholeChunkUpdates(ChunkUpdates):
                     position = run.run.positions[0]
                     if state.is_whole(position):
                         weights = None if run.weights is None or view is None else view.load()
-                        found.append(self._tensors.part(chunk, run, flat, weights, state.names(position)))
+                        # The average is no state of the optimizer's, and has no way to an owner.
+                        names = [name for name in state.names(position) if name != EMA]
+                        found.append(self._tensors.part(chunk, run, flat, weights, names))
         return found
 
     def _plan(
