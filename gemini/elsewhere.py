@@ -217,7 +217,7 @@ _WHOLE = (
 )
 _FROM_BUDGET = "what stays on the device follows from device_memory= of ShardedModel(...)"
 _WINDOW = "`with model.no_sync():` leaves gradients unreduced; the backward outside reduces their sum"
-_MEAN = "gradients are means over the ranks: multiply the loss for another factor"
+_MEAN = "gradients are sums over the ranks / their number: for a sum / factor, multiply the loss by number / factor"
 _NO_HOOK = "gradients travel in reduce_dtype= of ShardedModel(...); a hook of a parameter sees this rank's gradient"
 _GROUP = "process_group= of ShardedModel(...) has all collectives, in memory of the model's budget"
 _STATES = "ShardedOptimizer.state_dict(), or gemini.save_checkpoint(), which writes each rank's part"

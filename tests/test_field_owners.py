@@ -22,7 +22,7 @@ LIFECYCLES |= {"pins", "pinned", "own_slot", "slots", "gradient_slots", "slot_by
 CONTAINERS = {"list", "dict", "set", "bytearray", "Counter", "defaultdict"}
 CHANGE = {*MUTATORS, "add", "discard"}
 # Attributes of torch's tensors and modules, which classes of ours have too.
-TORCHS = {"data", "_buffers"}
+TORCHS = {"data", "_buffers", "_parameters"}
 # Writes by others: "FILE EXPRESSION", and the reason.
 BY_OTHERS = {
     "gemini/optimizer/elementwise.py self._worker.state": "a torch optimizer's dict of states by parameter",

@@ -604,7 +604,8 @@ def initialize(
         config: a mapping, the path of a JSON, YAML, TOML or Python file, or a `Config`. None: the config that was given
             to `launch_from_torch(config=...)`, else all defaults.
         process_group: the ranks. None: all that were started, which join here if they have not met (`ShardedModel`).
-        device_mesh: instead, the ranks as a torch `DeviceMesh`, of which two dimensions are (replicate, shard).
+        device_mesh: instead, the ranks as a torch `DeviceMesh`, of which two dimensions are (replicate, shard), or have
+            names that say what they divide, as of `ShardedModel`.
         verbose: whether rank 0 logs what was decided.
 
     Returns the engine, the two loaders and the schedule, whose `step()` waits for a full window of accumulation and

@@ -272,6 +272,8 @@ class ShardedModel(FsdpMethods):
         device_mesh: instead, the ranks as a torch `DeviceMesh`. One dimension is a process group. Of two, the first
             replicates and the second shards (HSDP): what `stage` shards lies over the second, gradients are averaged
             over all ranks, and replicas hold equal bits. n x 1 shards nothing (stage 0), 1 x n is ZeRO over n ranks.
+            Names such as "dp", "cp" and "tp" say what a dimension divides: see docs/parallelism.md. DTensor parameters
+            of another dimension (tensor parallelism) are sharded by their local tensors.
         settings: everything else. None: `Settings()`.
         cast_inputs: True casts floating-point inputs of the module's forward to the dtype of the weights, `dtype` or
             the module's own; what it returns keeps its dtype. None or False: inputs stay as they are.

@@ -202,3 +202,17 @@ def test_a_part_on_meta_that_cannot_initialise_itself_is_named() -> None:
         ShardedModel(module)
     with pytest.raises(UnsupportedError, match="inside its ZeroInitContext only"):
         ZeroInitContext().materialize(module)
+
+
+@on_ranks(1, 2)
+def test_another_divide_factor_is_a_factor_of_the_loss_as_its_refusal_says(rank: int, world_size: int) -> None:
+    model, _ = sharded("cpu")
+    with pytest.raises(AttributeError, match="a sum / factor, multiply the loss by number / factor"):
+        model.set_gradient_divide_factor(8.0)
+    (loss_of(model, rank) * (world_size / 8.0)).backward()
+    plain = build()
+    for each in range(world_size):
+        loss_of(plain, each).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad.clone(), plain.get_parameter(name).grad / 8.0), name
+    model.close()

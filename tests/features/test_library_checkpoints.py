@@ -139,3 +139,24 @@ def test_masters_are_in_our_optimizer_state_dict_and_not_in_that_of_torchs_check
     states = checkpoint.get_optimizer_state_dict(model, optimizer, options=FULL)
     assert "masters" not in states
     assert optimizer.state_dict()["masters"]
+
+
+@on_ranks(1, 2)
+def test_a_flattened_state_of_an_optimizer_comes_back(rank: int, world_size: int) -> None:
+    """As `get_optimizer_state_dict` flattens it for torch's checkpoints: a tensor for each name and state."""
+    flat_options = checkpoint.StateDictOptions(flatten_optimizer_state_dict=True)
+    model = wrap("cpu")
+    optimizer = ShardedOptimizer(model, adam(model.parameters()))
+    train_step(model, optimizer, rank)
+    flat = checkpoint.get_optimizer_state_dict(model, optimizer, options=flat_options)
+    wanted = optimizer.state_dict()["state"]
+    names = [name for name, _ in model.named_parameters()]
+    for number, name in enumerate(names):
+        assert torch.equal(flat[f"state.{name}.exp_avg"], wanted[number]["exp_avg"])
+        assert flat[f"param_groups.{name}.lr"] == optimizer.param_groups[0]["lr"]
+    before = state_hash(optimizer)
+    train_step(model, optimizer, rank)
+    assert state_hash(optimizer) != before
+    checkpoint.set_optimizer_state_dict(model, optimizer, flat, options=flat_options)
+    assert state_hash(optimizer) == before
+    model.close()

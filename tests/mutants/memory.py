@@ -303,8 +303,8 @@ MUTANTS = [
     Mutant(
         "a model's operators wait for all updates together",
         "Payloads.begin_pass",
-        "self._never_leave and not (self.is_alone and self._work.is_busy)",
-        "self._never_leave",
+        "self._never_leave and self._shows_all and not (self.is_alone and self._work.is_busy)",
+        "self._never_leave and self._shows_all",
         "tests/features/test_deferred_update.py::test_each_chunk_is_waited_for_by_itself",
     ),
     Mutant(
