@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
-from typing import Any
+from typing import Any, NoReturn
 
 # -- DeepSpeed's names, under `gemini.deepspeed`.
 
@@ -129,6 +130,15 @@ def missing(owner: str, name: str, otherwise: str = _HERE) -> AttributeError:
     """
     words = _words(owner, name)
     return _absent(f"{owner} has no {name!r}: {words or otherwise}", owner, name, is_known=words is not None)
+
+
+def refusing(owner: str) -> Callable[[str], NoReturn]:
+    """`__getattr__` of a module, which raises the AttributeError of every name of DeepSpeed's that it does not have."""
+
+    def refuse(name: str) -> NoReturn:
+        raise missing(owner, name)
+
+    return refuse
 
 
 def _absent(text: str, owner: str, name: str, is_known: bool) -> AttributeError:

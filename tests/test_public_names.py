@@ -8,6 +8,7 @@ import enum
 import functools
 import inspect
 import io
+import os
 import re
 import subprocess
 import sys
@@ -31,13 +32,24 @@ def test_the_list_of_names_is_sorted_and_holds() -> None:
         assert (getattr(gemini, name).__doc__ or "").strip(), f"gemini.{name} has no docstring"
 
 
-def test_names_are_imported_from_where_type_checkers_find_them() -> None:
-    tree = ast.parse(Path(gemini.__file__).read_text())
-    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
-    found = [each for each in checked.body if isinstance(each, ast.ImportFrom)]
-    imports = {each.module: sorted(alias.name for alias in each.names) for each in found}
-    assert {module: sorted(names) for module, names in gemini._HOMES.items()} == imports
-    assert sorted(name for names in imports.values() for name in names) == gemini.__all__
+def test_the_stub_exports_every_name_explicitly_and_no_other() -> None:
+    """Type checkers take a name of a stub for exported only if it is imported as itself."""
+    stub = ast.parse((ROOT / "gemini" / "__init__.pyi").read_text())
+    imports = [each for each in stub.body if isinstance(each, ast.ImportFrom)]
+    assert [alias.name for each in imports for alias in each.names if alias.asname != alias.name] == []
+    declared = {ast.unparse(each) for each in stub.body if not isinstance(each, ast.ImportFrom)}
+    assert declared == {"__version__: str", "__all__: list[str]"}
+
+
+@pytest.mark.soak
+def test_type_checkers_find_every_name_where_it_is_imported_from(tmp_path: Path) -> None:
+    """And no other: a name that is misspelt is an error of theirs, too."""
+    script = tmp_path / "script.py"
+    script.write_text(f"from gemini import {', '.join(gemini.__all__)}\nfrom gemini import ShardedModl\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--follow-imports=silent", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "MYPYPATH": str(ROOT)})
+    (found,) = (line for line in done.stdout.splitlines() if "error:" in line)
+    assert 'has no attribute "ShardedModl"' in found
 
 
 def test_one_place_has_the_version() -> None:

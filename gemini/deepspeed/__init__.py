@@ -9,7 +9,6 @@ Reading order: `initialize.py`, `engine.py`, `runtime/zero/`, `comm.py`.
 """
 
 import sys
-from typing import Any
 
 from gemini.deepspeed import accelerator as accelerator
 from gemini.deepspeed import comm as comm
@@ -21,7 +20,7 @@ from gemini.deepspeed.comm import init_distributed
 from gemini.deepspeed.engine import DeepSpeedEngine, add_config_arguments, initialize
 from gemini.deepspeed.runtime import zero as zero
 from gemini.deepspeed.utils import log_dist, logger
-from gemini.elsewhere import AbsentModules, missing
+from gemini.elsewhere import AbsentModules, refusing
 
 sys.meta_path.append(AbsentModules(__name__))
 
@@ -44,7 +43,4 @@ __all__ = [
     "zero",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
-    raise missing(__name__, name)
+__getattr__ = refusing(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gemini.elsewhere import missing
+from gemini.elsewhere import refusing
 
 __all__ = ["recursive_getattr", "recursive_setattr"]
 
@@ -23,6 +23,4 @@ def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> 
     setattr(recursive_getattr(model, owner) if owner else model, leaf, module)
 
 
-def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
-    raise missing(__name__, name)
+__getattr__ = refusing(__name__)

@@ -1,10 +1,5 @@
 """`deepspeed.moe`: what scripts import of it, also those that train no experts."""
 
-from typing import Any
+from gemini.elsewhere import refusing
 
-from gemini.elsewhere import missing
-
-
-def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
-    raise missing(__name__, name)
+__getattr__ = refusing(__name__)

@@ -1,11 +1,6 @@
 """`deepspeed.ops`."""
 
-from typing import Any
-
 from gemini.deepspeed.ops import adam as adam
-from gemini.elsewhere import missing
+from gemini.elsewhere import refusing
 
-
-def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
-    raise missing(__name__, name)
+__getattr__ = refusing(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gemini.elsewhere import missing
+from gemini.elsewhere import refusing
 from gemini.engine.config.config import SchedulerConfig
 from gemini.engine.schedules import make_schedule
 
@@ -36,7 +36,4 @@ WarmupCosineLR = partial(_made, "WarmupCosineLR")
 WarmupDecayLR = partial(_made, "WarmupDecayLR")
 WarmupLR = partial(_made, "WarmupLR")
 
-
-def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
-    raise missing(__name__, name)
+__getattr__ = refusing(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gemini.elsewhere import missing
+from gemini.elsewhere import refusing
 
 __all__ = ["has_moe_layers", "is_moe_param", "split_params_into_different_moe_groups_for_optimizer"]
 
@@ -32,6 +32,4 @@ def split_params_into_different_moe_groups_for_optimizer(
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
 
 
-def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
-    raise missing(__name__, name)
+__getattr__ = refusing(__name__)

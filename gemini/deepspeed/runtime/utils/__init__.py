@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gemini.deepspeed.accelerator import get_accelerator
-from gemini.elsewhere import missing
+from gemini.elsewhere import refusing
 from gemini.log import get_dist_logger
 from gemini.monitor.live import MemoryMonitor
 from gemini.placement.demand import format_bytes
@@ -35,6 +33,4 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     device.reset_peak_memory_stats()
 
 
-def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
-    raise missing(__name__, name)
+__getattr__ = refusing(__name__)

@@ -13,7 +13,7 @@ from gemini.access.link import register_external_parameter, unregister_external_
 from gemini.building.zero_init import ZeroInitContext
 from gemini.deepspeed.comm import init_distributed
 from gemini.deepspeed.parameters import mark
-from gemini.elsewhere import missing
+from gemini.elsewhere import refusing
 from gemini.engine.config import Config, load_config
 from gemini.engine.config.key import offloads_params
 from gemini.engine.initialize import Source, agreed_config
@@ -139,6 +139,4 @@ def _config_of(source: Source, group: dist.ProcessGroup | None) -> Config:
     return agreed_config(source, ranks_of(group), prefers="deepspeed")
 
 
-def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
-    raise missing(__name__, name)
+__getattr__ = refusing(__name__)

@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import Any, ClassVar
 
 from gemini.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from gemini.elsewhere import missing
+from gemini.elsewhere import missing, refusing
 from gemini.engine.config import load_config
 from gemini.engine.config.deepspeed_keys import OFFLOAD, ZERO
 
@@ -97,7 +97,4 @@ _SECTIONS: dict[str, type[_Section]] = {
     "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
-    raise missing(__name__, name)
+__getattr__ = refusing(__name__)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from gemini.elsewhere import missing
+from gemini.elsewhere import refusing
 from gemini.engine.config.key import OptimizerOnHostPolicy
 from gemini.model.estimate import estimate_memory, num_parameters_of
 from gemini.placement.demand import Kind
@@ -89,6 +87,4 @@ def print_needs(model: nn.Module, stage: int, num_gpus_per_node: int, num_nodes:
         print(f"  {host_bytes / 2**30:>12.2f}GB | {device_bytes / 2**30:>17.2f}GB | {_OPTIONS[policy]}")
 
 
-def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
-    raise missing(__name__, name)
+__getattr__ = refusing(__name__)

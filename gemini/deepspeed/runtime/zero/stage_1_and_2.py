@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from gemini.deepspeed.runtime.zero.stage3 import module_of, print_needs
-from gemini.elsewhere import missing
+from gemini.elsewhere import refusing
 
 __all__ = ["estimate_zero2_model_states_mem_needs_all_cold", "estimate_zero2_model_states_mem_needs_all_live"]
 
@@ -28,6 +26,4 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     print_needs(module_of(total_params, -(-int(total_params) // _LAYERS)), 2, num_gpus_per_node, num_nodes)
 
 
-def __getattr__(name: str) -> Any:
-    """Raises AttributeError, which says what to use in place of a name of DeepSpeed's."""
-    raise missing(__name__, name)
+__getattr__ = refusing(__name__)
