@@ -21,11 +21,13 @@ from gemini.placement.policies import FRACTIONS, MARGIN, DiskPolicy, check_fract
 from gemini.placement.policy import PlacementPolicy
 from optim import HALF_DTYPES
 from optim.adam import refuse_unknown_arguments
-from sharding import ShardStrategy, resolve_strategy
+from sharding import ShardStrategy, WireFormat, resolve_strategy
 
 CASTABLE_DTYPES = (torch.float32, *HALF_DTYPES)
 _DTYPES = (*CASTABLE_DTYPES, torch.float64)
 BUDGETS = ("device_memory", "model_data_memory", "host_memory")
+QUANTIZED = ("quantized_weights", "quantized_frozen_weights", "quantized_gradients")
+_WIRES = {bits: WireFormat(bits) for bits in (8, 4)}
 COUNTS = ("param_persistence_threshold", "model_persistence_threshold", "max_live_parameters")
 _OF_THIS_RANK = ("device", "rank_timeout")  # ranks need not have the same
 
@@ -69,6 +71,9 @@ class Options(TypedDict, total=False):
     dtype: Weights
     reduce_dtype: torch.dtype | None
     accumulate_dtype: torch.dtype | None
+    quantized_weights: int | None
+    quantized_frozen_weights: int | None
+    quantized_gradients: int | None
     chunk_size: int | None
     device: Device
     device_memory: int | str | None
@@ -153,6 +158,16 @@ class Settings:
             Whatever travels, the mean over ranks is made in fp32 and rounded once.
         accumulate_dtype: in which reduced gradients rest and micro-batches are added up, from the first on. None: in
             the gradient's own dtype, 16-bit ones in fp32 from the second micro-batch on. fp64 weights keep to fp64.
+        quantized_weights: 8 or 4: the bits of an element in which weights travel at stage 3 when ranks gather them, in
+            blocks of 256 elements with an fp32 scale each. Approximate: an element is wrong by at most
+            absmax / (2 * (2**(bits - 1) - 1)) of its block, and by the rounding to its dtype. All ranks compute with
+            the same values; homes, masters, state dicts and checkpoints keep the exact ones. At other stages, and for
+            weights that persist or are in fp64, it has no effect. None: they travel as they are.
+        quantized_frozen_weights: likewise, for weights that are frozen when the model is wrapped, such as those beside
+            adapters. None: as `quantized_weights`.
+        quantized_gradients: likewise, of gradients when they are reduced, at every stage. Each rank's are wrong by at
+            most that bound, of which the mean is taken in fp32. With replicas the sums of groups travel so too, and
+            then the mean; at stage 0 the mean does. fp64 ones travel as they are.
         chunk_size: elements of a chunk; None searches for the cheapest size that the budgets allow.
         device: "emulated", an `EmulatedDevice`, an int, a string or a torch.device. None: the current accelerator, else
             emulated.
@@ -199,6 +214,9 @@ class Settings:
     dtype: Weights = None
     reduce_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
+    quantized_weights: int | None = None
+    quantized_frozen_weights: int | None = None
+    quantized_gradients: int | None = None
     chunk_size: int | None = None
     device: Device = None
     device_memory: int | str | None = None
@@ -300,6 +318,18 @@ class Settings:
             widens=self.accumulate_dtype is None and weight.is_half,
         )
 
+    def weight_wire(self, weight: Dtype, trainable: bool) -> WireFormat | None:
+        """The format in which such weights are gathered. None: as they are. Local; raises nothing."""
+        frozen = self.quantized_weights if self.quantized_frozen_weights is None else self.quantized_frozen_weights
+        return self._wire(self.quantized_weights if trainable else frozen, weight)
+
+    def gradient_wire(self, weight: Dtype) -> WireFormat | None:
+        """The format in which gradients of such weights are reduced. None: as they are. Local; raises nothing."""
+        return self._wire(self.quantized_gradients, weight)
+
+    def _wire(self, bits: int | None, weight: Dtype) -> WireFormat | None:
+        return None if bits is None or weight not in map(dtype_of, CASTABLE_DTYPES) else _WIRES[bits]
+
     def prefetch_depth(self, world_size: int) -> int:
         """`max_prefetch`, or its default on `world_size` ranks with this device. Local; raises nothing."""
         if self.max_prefetch is not None:
@@ -397,6 +427,17 @@ class Settings:
         if group is not None and (not _is_int(group) or group < 1):
             raise (ValueError if _is_int(group) else TypeError)(
                 f"shard_group_size must be a number of ranks, of at least 1, or None, found {group!r}"
+            )
+        for name in QUANTIZED:
+            bits = getattr(self, name)
+            if bits is not None and (not _is_int(bits) or bits not in _WIRES):
+                raise (ValueError if _is_int(bits) else TypeError)(
+                    f"{name} must be 8 or 4, the bits of an element that travels, or None, found {bits!r}"
+                )
+        if self.reuse_fp16_shard and (self.quantized_weights or self.quantized_frozen_weights):
+            raise ValueError(
+                "reuse_fp16_shard=True makes weights again from their masters where they are, and quantized_weights= "
+                "shows others than these: leave one of the two out"
             )
         size = self.chunk_size
         if size is not None and not _is_int(size):

@@ -35,7 +35,7 @@ from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.manager import ChunkManager, OptimizerPart
 from gemini.runtime.migrate import StateStore
 from gemini.runtime.step import Step
-from sharding import ALIGNMENT, ShardLayout, Unit, round_up
+from sharding import ALIGNMENT, ShardLayout, Unit, as_received, round_up
 
 
 class States:
@@ -170,6 +170,9 @@ class WeightAccess(StateAccess):
         return weights_in(self.chunk, contents[0], start, numel)
 
     def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
+        if not self.chunk.arrives_exactly:
+            self.step.binding.write_back_all([self.chunk])
+            return super().copies(wanted)
         # A fetch like an operator's: the payload stays in its slot until another chunk needs the slot.
         payload = self.step.payloads.fetch(self.chunk)
         return {managed.index: managed.view(payload).to("cpu", copy=True) for managed in wanted}
@@ -230,7 +233,8 @@ class FullPrecisionAccess(StateAccess):
             set_weights(managed, weights, with_master=False)
         if chunk.payload is not None:
             # The payload is not gathered again before the next update.
-            ready(chunk.region())[managed.in_payload].copy_(weights)
+            shown = as_received(chunk.fetch_layout, weights)
+            ready(chunk.region())[managed.in_payload].copy_(shown)
         binding.note_write(managed)
 
     def fill(self, managed: ManagedParameter, read: Callable[[int, int], Tensor]) -> None:

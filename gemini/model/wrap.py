@@ -116,6 +116,8 @@ def make_chunks(
             replica=replica,
             home_layout=chunk_facts.home_layout,
             optim_layout=chunk_facts.optim_layout,
+            fetch_layout=chunk_facts.fetch_layout,
+            grad_layout=chunk_facts.grad_layout,
             travel_dtype=torch_dtype(dtypes.travel),
             gradient_dtype=torch_dtype(dtypes.rest),
             sum_dtype=torch_dtype(dtypes.sums),

@@ -432,6 +432,7 @@ def chunks_in_words(
         yield "This plan is for training."
     alone = f"; {num_oversize} of them are larger and hold one unit each" if num_oversize else ""
     yield f"They lie in {len(packing.chunks)} chunks of up to {_bytes(packing.chunk_bytes)}{alone}."
+    yield from _wires_in_words(packing)
     found = packing.searched
     if found is None:
         yield "This chunk size was given with chunk_size=."
@@ -443,6 +444,16 @@ def chunks_in_words(
         f"{_bytes(found.padding_bytes)} of padding, {_bytes(found.gathered_bytes)} in slots at the busiest moment, and "
         f"{found.num_collectives} collectives in a step, each counted as {_bytes(BYTES_PER_COLLECTIVE)}."
     )
+
+
+def _wires_in_words(packing: Packing) -> Iterator[str]:
+    """What travels quantised, and in how many bits."""
+    for what, layouts in (
+        ("Weights", {chunk.fetch_layout for chunk in packing.chunks}),
+        ("Gradients", {chunk.grad_layout for chunk in packing.chunks}),
+    ):
+        for bits in sorted({layout.wire.bits for layout in layouts if layout.wire is not None}):
+            yield f"{what} travel in {bits} bits an element, which is approximate."
 
 
 def states_in_words(demand: Demand, placement: Placement, budget: Budget) -> Iterator[str]:

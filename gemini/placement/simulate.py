@@ -61,11 +61,12 @@ class Traffic:
 
     def reduce(self, layout: ShardLayout, dtypes: ChunkDtypes, launches: int) -> None:
         """Count the reduction of a gradient: in the group of ranks that share the shards, then over the replicas."""
-        self.exchange(Exchange.REDUCE, layout.numel * dtypes.travel.itemsize, launches)
+        self.exchange(Exchange.REDUCE, layout.traveling_bytes(layout.numel, dtypes.travel.itemsize), launches)
         if layout.num_replicas > 1:
             # A sum is sent in the dtype in which it is added, and comes back in that in which it rests.
             summed = FLOAT32 if dtypes.travel.is_half else dtypes.travel
-            self.exchange(Exchange.REPLICAS, layout.shard_numel * (summed.itemsize + dtypes.rest.itemsize), launches)
+            both = (layout.traveling_bytes(layout.shard_numel, each.itemsize) for each in (summed, dtypes.rest))
+            self.exchange(Exchange.REPLICAS, sum(both), launches)
 
     def clear(self) -> None:
         """Count from zero."""
@@ -90,7 +91,8 @@ class PayloadTraffic:
         if only_own:
             layout, purpose = facts.layout, MoveReason.UPDATE
         elif layout.world_size > 1:
-            self._traffic.exchange(Exchange.GATHER, facts.payload_bytes)
+            traveling = facts.fetch_layout.traveling_bytes(facts.layout.numel, facts.itemsize)
+            self._traffic.exchange(Exchange.GATHER, traveling)
         self._traffic.copy(self._tiers[chunk], Tier.DEVICE, layout.shard_numel * facts.dtypes.weight.itemsize, purpose)
 
     def arrive(self, chunk: int) -> None:

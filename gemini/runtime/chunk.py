@@ -36,6 +36,8 @@ class LocalFacts:
     rank: Final[int]
     home_layout: Final[ShardLayout]  # of the parameter home: `layout`, or one rank's if every rank holds it whole
     optim_layout: Final[ShardLayout]  # likewise, of the reduced gradient, master and optimizer state
+    fetch_layout: Final[ShardLayout]  # `layout`, as the weights travel when they are fetched
+    grad_layout: Final[ShardLayout]  # likewise, of gradients that are reduced
     travel_dtype: Final[torch.dtype]  # of gradients between ranks
     gradient_dtype: Final[torch.dtype]  # of the reduced gradient at rest
     sum_dtype: Final[torch.dtype]  # of sums of several unreduced gradients between ranks
@@ -65,6 +67,11 @@ class LocalFacts:
     def is_stepped_whole(self) -> bool:
         """Every rank updates the whole chunk, and holds its whole reduced gradient, master and optimizer state."""
         return self.optim_layout.world_size == 1
+
+    @property
+    def arrives_exactly(self) -> bool:
+        """Whether a payload that is fetched has the values of the homes, and not values near them."""
+        return self.fetch_layout.wire is None
 
     @cached_property
     def is_updated_in_parts(self) -> bool:

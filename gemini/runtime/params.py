@@ -322,7 +322,7 @@ class ParamStore:
             wait_on_stream(payload)
         else:
             wait_on_stream(home, payload)
-        return self.communicator.start_all_gather(payload.flat, shard, chunk.layout, chunk.index, lane)
+        return self.communicator.start_all_gather(payload.flat, shard, chunk.fetch_layout, chunk.index, lane)
 
     # -- what leaves
 

@@ -27,8 +27,8 @@ MUTANTS = [
     Mutant(
         "ranks add in reverse order",
         "Collectives.start_reduce_scatter",
-        "sum_rows(rows, out, self.world_size if mean else 1, scratch)",
-        "sum_rows(rows.flip(0), out, self.world_size if mean else 1, scratch)",
+        "add(received.view(self.world_size, -1), out, self.world_size if mean else 1)",
+        "add(received.view(self.world_size, -1).flip(0), out, self.world_size if mean else 1)",
         "tests/dist/test_parity.py::test_three_and_four_ranks_equal_plain[3]",
     ),
     Mutant(
@@ -41,10 +41,45 @@ MUTANTS = [
     ),
     Mutant(
         "the mean is over a group of ranks, not over all",
-        "Collectives._go_on",
-        "divisor = self.world_size * replicas.world_size if mean else 1",
+        "Collectives.start_reduce_scatter",
+        "divisor = self.world_size * self.replicas.world_size if mean else 1",
         "divisor = self.world_size if mean else 1",
         "tests/features/test_replicas.py::test_two_replicas_of_two_shards_equal_plain",
+    ),
+    Mutant(
+        "this rank's shard does not travel quantised",
+        "decode_in_place",
+        "decode(wire, block, values)",
+        "decode(wire, block, values) if start else None",
+        "tests/features/test_quantized.py::test_all_ranks_get_the_same_values_near_those_that_are_sent[2ranks]",
+    ),
+    Mutant(
+        "the sum that a rank sends to its replicas is exact in its own memory",
+        "Collectives.start_encoded_sum",
+        "decode_to(wire, sent, out, work)",
+        "decode_to(wire, sent, out, work)\nout.split(numels)[self.rank].copy_(own.split(numels)[self.rank])",
+        "tests/features/test_quantized.py::test_replicas_add_what_arrives_and_all_get_the_same_mean[2ranks]",
+    ),
+    Mutant(
+        "what has travelled quantised is written home",
+        "Binding._unwritten_exact",
+        "if not chunk.arrives_exactly:",
+        "if False:",
+        "tests/features/test_quantized.py::test_an_edit_changes_the_elements_that_it_writes_and_no_others",
+    ),
+    Mutant(
+        "a state dict has what has travelled quantised",
+        "WeightAccess.copies",
+        "if not self.chunk.arrives_exactly:",
+        "if False:",
+        "tests/features/test_quantized.py::test_state_dicts_and_masters_are_exact_though_the_forward_is_not",
+    ),
+    Mutant(
+        "a slot that contains the home takes values that are only near it",
+        "_chunk_demand",
+        "is_sharded and len(chunk.layout.units) == 1 and chunk.fetch_layout.wire is None",
+        "is_sharded and len(chunk.layout.units) == 1",
+        "tests/features/test_quantized.py::test_a_training_equals_plain_with_what_arrives",
     ),
     Mutant(
         "every replica counts in the norm",
