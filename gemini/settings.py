@@ -62,6 +62,7 @@ class Options(TypedDict, total=False):
     model_persistence_threshold: int | None
     max_live_parameters: int | None
     shard_group_size: int | None
+    secondary_group_size: int | None
     ignored_parameters: Collection[str]
     max_prefetch: int | None
     deferred_update: bool | None
@@ -119,6 +120,12 @@ class Settings:
             host, at any instant, paddings included. What is at home on the device does not count. None: no bound.
         shard_group_size: consecutive ranks that share one copy of what `stage` shards; the other groups of so many
             ranks hold replicas of it. A `device_mesh` says the same, with ranks in any order. None: all are one group.
+        secondary_group_size: consecutive ranks, such as those of a node, that keep a second copy of the weights among
+            them at stage 3. The first gather after an update is from all ranks that share the shards, and what arrives
+            is kept beside each rank's own shard, on its tier; every further one, in the backward and of later
+            micro-batches, is from these ranks alone. Weights that do not change are gathered from all ranks once. A
+            rank holds 1/size of the weights more. At other stages, and for weights that persist or are written to in
+            forwards (`max_norm`), it has no effect. Results do not change. None: there is no second copy.
         ignored_parameters: names of parameters (shell patterns, as "head.*") that are left alone: in no chunk, on the
             device and in the dtype in which they are, with each rank's own values and gradients, neither reduced nor
             clipped. An optimizer of their own trains them.
@@ -205,6 +212,7 @@ class Settings:
     model_persistence_threshold: int | None = None
     max_live_parameters: int | None = None
     shard_group_size: int | None = None
+    secondary_group_size: int | None = None
     ignored_parameters: Collection[str] = ()
     max_prefetch: int | None = None
     deferred_update: bool | None = None
@@ -280,8 +288,11 @@ class Settings:
     def over(self, world_size: int) -> Settings:
         """These settings on so many ranks, where groups that are all ranks, or one rank each, are plain cases. Local.
 
-        Raises ValueError if groups of `shard_group_size` do not fill them.
+        Raises ValueError if groups of `shard_group_size` do not fill them, or those of `secondary_group_size` a group.
         """
+        return self._in_groups(world_size)._with_secondary(world_size)
+
+    def _in_groups(self, world_size: int) -> Settings:
         size = self.shard_group_size
         if size is None:
             return self
@@ -294,6 +305,18 @@ class Settings:
         if size == 1 and world_size > 1:
             return replace(self, stage=0, shard_group_size=None)
         return replace(self, shard_group_size=None) if size == world_size else self
+
+    def _with_secondary(self, world_size: int) -> Settings:
+        size, num_shards = self.secondary_group_size, self.num_shards(world_size)
+        if size is None:
+            return self
+        if num_shards % size:
+            raise ValueError(
+                f"secondary_group_size={size} does not divide the {num_shards} ranks that share the shards: give a "
+                f"divisor of {num_shards}, such as the number of ranks of a node"
+            )
+        # All ranks that share the shards have the only copy among them.
+        return replace(self, secondary_group_size=None) if size == num_shards or self.stage < 3 else self
 
     def num_shards(self, world_size: int) -> int:
         """Ranks of one group, of `world_size` in all. Local; raises nothing after `over`."""
@@ -427,6 +450,11 @@ class Settings:
         if group is not None and (not _is_int(group) or group < 1):
             raise (ValueError if _is_int(group) else TypeError)(
                 f"shard_group_size must be a number of ranks, of at least 1, or None, found {group!r}"
+            )
+        nearby = self.secondary_group_size
+        if nearby is not None and (not _is_int(nearby) or nearby < 2):
+            raise (ValueError if _is_int(nearby) else TypeError)(
+                f"secondary_group_size must be a number of ranks, of at least 2, or None, found {nearby!r}"
             )
         for name in QUANTIZED:
             bits = getattr(self, name)

@@ -120,6 +120,10 @@ class ShardLayout:
         """This layout with another wire format."""
         return self if wire is self.wire else replace(self, wire=wire)
 
+    def within(self, num_ranks: int) -> ShardLayout:
+        """The layout of the same payload over so many of the ranks, a divisor of their number."""
+        return ShardLayout(self.units, num_ranks)
+
     def tile(self, numel: int) -> ShardLayout:
         """The layout of `numel` elements of every rank's shard, that travel alone, one rank after the other."""
         return ShardLayout((Unit(0, numel * self.world_size),), self.world_size, self.num_replicas, self.wire)

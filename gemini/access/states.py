@@ -25,6 +25,7 @@ from gemini.runtime.binding import (
     master_in,
     regions_of_master,
     round_as_master,
+    set_secondary,
     set_weights,
     weights_in,
     weights_of,
@@ -231,9 +232,10 @@ class FullPrecisionAccess(StateAccess):
                     before = weights_of(chunk, piece.shard_start, piece.numel)
                     follow_edits(chunk, piece.shard_start, part, before)
             set_weights(managed, weights, with_master=False)
+        shown = as_received(chunk.fetch_layout, weights)
+        set_secondary(managed, shown)
         if chunk.payload is not None:
             # The payload is not gathered again before the next update.
-            shown = as_received(chunk.fetch_layout, weights)
             ready(chunk.region())[managed.in_payload].copy_(shown)
         binding.note_write(managed)
 

@@ -118,6 +118,7 @@ def make_chunks(
             optim_layout=chunk_facts.optim_layout,
             fetch_layout=chunk_facts.fetch_layout,
             grad_layout=chunk_facts.grad_layout,
+            secondary_layout=chunk_facts.secondary_layout,
             travel_dtype=torch_dtype(dtypes.travel),
             gradient_dtype=torch_dtype(dtypes.rest),
             sum_dtype=torch_dtype(dtypes.sums),

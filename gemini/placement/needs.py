@@ -254,6 +254,7 @@ def _key_of(chunk: ChunkFacts) -> tuple[object, ...]:
         chunk.home_layout.world_size,
         chunk.optim_layout.world_size,
         chunk.fetch_layout.wire,
+        chunk.secondary_layout is None,
         id(chunk.dtypes),  # chunks of equal dtypes have one object, whose hash takes as long as all the rest
         chunk.itemsize,
         chunk.oversize,
@@ -274,7 +275,10 @@ def _chunk_demand(
     frees_gradient: bool,
 ) -> ChunkDemand:
     dtypes, optim_numel = chunk.dtypes, chunk.optim_layout.shard_numel
-    home_bytes = {Kind.PARAM: chunk.home_layout.shard_numel * dtypes.weight.itemsize}
+    secondary = chunk.secondary_layout
+    # A secondary shard lies behind the home, in the same memory.
+    param_numel = chunk.home_layout.shard_numel + (0 if secondary is None else secondary.shard_numel)
+    home_bytes = {Kind.PARAM: param_numel * dtypes.weight.itemsize}
     if frees_gradient:
         home_bytes[Kind.GRAD] = 0
     elif is_trained:
@@ -286,6 +290,9 @@ def _chunk_demand(
         # fp64 weights have fp64 states, all others have fp32 ones.
         home_bytes[Kind.OPTIM] = optim_states * max(4, dtypes.weight.itemsize) * optim_numel
     is_sharded = chunk.home_layout.world_size > 1
+    may_be_on_disk = chunk.home_layout.world_size == chunk.optim_layout.world_size and not chunk.may_lend_home
+    # Of its payload, with the same values: such a home may lie inside a slot.
+    is_home_a_part = chunk.fetch_layout.wire is None and secondary is None
     # With one rank, fp32 micro-batches accumulate in the gradient home itself. Several ranks, and gradients that rest
     # in another dtype or in 16 bits, need a slot: the new gradient must not overwrite the running sum.
     accumulates_at_home = world_size == 1 and not dtypes.weight.is_half and dtypes.rest == dtypes.weight
@@ -296,10 +303,9 @@ def _chunk_demand(
         chunk.oversize,
         needs_slot=is_sharded,
         needs_gradient_slot=not accumulates_at_home,
-        # A kept slot contains the home, over which values that are only near it would be written.
-        may_keep_slot=is_sharded and len(chunk.layout.units) == 1 and chunk.fetch_layout.wire is None,
+        may_keep_slot=is_sharded and len(chunk.layout.units) == 1 and is_home_a_part,
         is_frozen=not is_trained,
-        may_be_on_disk=not chunk.may_lend_home and chunk.home_layout.world_size == chunk.optim_layout.world_size,
+        may_be_on_disk=may_be_on_disk and secondary is None,
         frees_gradient=frees_gradient,
         persists=chunk.persists,
         numel=chunk.layout.numel,

@@ -418,6 +418,7 @@ class ChunkFacts(PackedChunk):
     optim_layout: ShardLayout  # likewise, of the reduced gradient, master and optimizer state
     fetch_layout: ShardLayout  # `layout`, with the format in which weights travel when they are fetched
     grad_layout: ShardLayout  # likewise, of gradients that are reduced
+    secondary_layout: ShardLayout | None  # of the second copy in a node; None: there is none
     dtypes: ChunkDtypes
     may_lend_home: bool  # the parameter home may hold the reduced gradient between backward and step
     splits_master: bool  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
@@ -516,6 +517,7 @@ def _facts_of(
             optim_layout=optim_layout,
             # Weights that every rank holds whole are not fetched, and what an update has changed travels as it is.
             fetch_layout=layout.traveling(weight_wire if home_layout.world_size > 1 else None),
+            secondary_layout=_secondary(layout, home_layout, settings, is_edited),
             grad_layout=layout.traveling(settings.gradient_wire(dtypes.weight)),
             dtypes=dtypes,
             may_lend_home=may_lend_home,
@@ -527,6 +529,16 @@ def _facts_of(
         )
         facts.append(chunk_facts)
     return tuple(facts)
+
+
+def _secondary(
+    layout: ShardLayout, home_layout: ShardLayout, settings: Settings, is_edited: bool
+) -> ShardLayout | None:
+    # What a forward writes to weights differs between ranks: each rank's counts for its shard, which the second copy
+    # would not show.
+    if settings.secondary_group_size is None or home_layout.world_size == 1 or is_edited:
+        return None
+    return layout.within(settings.secondary_group_size)
 
 
 def whole_layout(layout: ShardLayout) -> ShardLayout:

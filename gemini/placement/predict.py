@@ -67,7 +67,8 @@ class Simulation:
         # The flag stands for the traces and the order of reductions. The first step leaves them to all later ones,
         # because all follow one schedule.
         # Which slot a chunk is in does not matter: slots of one size are equal.
-        return self._num_updates > 0, frozenset(self.payloads.gathered), self.homes.state
+        there = frozenset(self.payloads.gathered), frozenset(self.payloads.nearby)
+        return self._num_updates > 0, *there, self.homes.state
 
     def micro_batch(self, backward: int) -> None:
         """Simulate a forward and its backward. backward: the number of that backward since the last step, from 1."""
@@ -104,8 +105,10 @@ class Simulation:
         self.payloads.next_use.note_update()
         self.payloads.finish_ahead(self._counted)
         # Every payload is stale after the update, so all slots are free while it runs.
-        for chunk in self.gradients.of:
+        for chunk, gradient in self.gradients.of.items():
             self.payloads.release(chunk)
+            if not gradient.is_used:
+                self.payloads.outdate(chunk)
         for chunk, gradient in self.gradients.of.items():
             if not any(gradient.got) or gradient.is_used:
                 continue
@@ -221,6 +224,7 @@ class Simulation:
     def _use(self, chunk: int, gradient_bytes: int) -> None:
         """Update a chunk in the backward, with a gradient on the device."""
         self.payloads.release(chunk)
+        self.payloads.outdate(chunk)
         if self._num_updated(chunk, self.gradients.of[chunk].fired):
             self._update(chunk, Tier.DEVICE, gradient_bytes)
 
@@ -402,6 +406,7 @@ def _taken(simulation: Simulation, plan: Decisions) -> Predicted:
 
 _NAMES = {
     Exchange.GATHER: "shards of weights",
+    Exchange.NEARBY: "shards of weights inside the groups of a second copy",
     Exchange.REDUCE: "gradients",
     Exchange.REPLICAS: "sums of gradients over replicas",
     Exchange.WHOLE_GRADIENT: "reduced gradients",

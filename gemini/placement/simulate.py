@@ -28,12 +28,13 @@ class MoveReason(StrEnum):
 class Exchange(StrEnum):
     """The collectives on model data.
 
-    GATHER: shards of parameters become a payload. REDUCE: gradients become shards of their mean. REPLICAS: groups that
-    hold the same shards add their sums up. WHOLE_GRADIENT and WHOLE_WEIGHT: every rank computed a part, and all ranks
-    gather the whole.
+    GATHER: shards of parameters become a payload. NEARBY: those of a second copy in a node do. REDUCE: gradients become
+    shards of their mean. REPLICAS: groups that hold the same shards add their sums up. WHOLE_GRADIENT and WHOLE_WEIGHT:
+    every rank computed a part, and all ranks gather the whole.
     """
 
     GATHER = "gather"
+    NEARBY = "gather in the node"
     REDUCE = "reduce"
     REPLICAS = "reduce over replicas"
     WHOLE_GRADIENT = "gather of reduced gradients"
@@ -81,11 +82,21 @@ class PayloadTraffic:
     def __init__(self, plan: Decisions, traffic: Traffic) -> None:
         self._facts = plan.packing.chunks
         self._tiers = [homes[Kind.PARAM] for homes in plan.placement.homes]
+        self._fills: dict[int, int] = {}  # chunks on their way whose second copy they fill: its bytes
         self._traffic = traffic
 
-    def depart(self, chunk: int, lane: int, *, ahead: bool = False, only_own: bool = False) -> None:
+    def depart(
+        self, chunk: int, lane: int, *, ahead: bool = False, only_own: bool = False, nearby: bool = False
+    ) -> None:
         """Each rank copies its own part over the link. The other parts come from the other ranks."""
         facts = self._facts[chunk]
+        secondary, itemsize = facts.secondary_layout, facts.dtypes.weight.itemsize
+        if secondary is not None and nearby:
+            self._traffic.exchange(Exchange.NEARBY, facts.payload_bytes)
+            self._traffic.copy(self._tiers[chunk], Tier.DEVICE, secondary.shard_numel * itemsize, MoveReason.PAYLOAD)
+            return
+        if secondary is not None:
+            self._fills[chunk] = secondary.shard_numel * itemsize
         layout, purpose = facts.home_layout, MoveReason.PAYLOAD
         # Every rank holds the chunk whole, and copies what it has updated.
         if only_own:
@@ -93,10 +104,12 @@ class PayloadTraffic:
         elif layout.world_size > 1:
             traveling = facts.fetch_layout.traveling_bytes(facts.layout.numel, facts.itemsize)
             self._traffic.exchange(Exchange.GATHER, traveling)
-        self._traffic.copy(self._tiers[chunk], Tier.DEVICE, layout.shard_numel * facts.dtypes.weight.itemsize, purpose)
+        self._traffic.copy(self._tiers[chunk], Tier.DEVICE, layout.shard_numel * itemsize, purpose)
 
     def arrive(self, chunk: int) -> None:
-        """All bytes were counted when they departed."""
+        """All bytes were counted when they departed, but for those of the second copy in the node."""
+        if chunk in self._fills:
+            self._traffic.copy(Tier.DEVICE, self._tiers[chunk], self._fills.pop(chunk), MoveReason.PAYLOAD)
 
     def refusal(self, chunk: int) -> Exception:
         """No plan has too few slots for its schedule."""

@@ -365,6 +365,7 @@ class Gradients(GradientRules):
 
     def _leave_slot(self, chunk: int) -> None:
         self._payloads.release(chunk)
+        self._payloads.outdate(chunk)
 
     def _use(self, chunk: int) -> None:
         self.of[chunk].note_used()

@@ -27,10 +27,12 @@ class RankMesh:
     Args:
         group: all of them. None: this process alone.
         rows: their division. One row: all ranks share the shards.
+        secondary: so many consecutive ranks of a row hold a second copy of the weights. None: there is none.
     """
 
     group: dist.ProcessGroup | None
     rows: Rows
+    secondary: int | None = None
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> RankMesh:
@@ -56,12 +58,21 @@ class RankMesh:
         size = its if asked is None else asked
         settings = replace(settings, shard_group_size=size).over(self.world_size)
         plain = RankMesh.of(self.group)
+        plain = replace(plain, secondary=settings.secondary_group_size)
         if settings.shard_group_size is None:
             return plain, settings
         if len(self.rows) > 1:
-            return self, settings
-        (row,) = plain.rows
-        return RankMesh(self.group, tuple(row[start : start + size] for start in range(0, len(row), size))), settings
+            return replace(self, secondary=settings.secondary_group_size), settings
+        return replace(plain, rows=_cut(plain.rows, size)), settings
+
+    @property
+    def nearby(self) -> Rows:
+        """The groups of ranks that hold a second copy of the weights: parts of the rows. None, if there is none."""
+        return () if self.secondary is None else _cut(self.rows, self.secondary)
+
+
+def _cut(rows: Rows, size: int) -> Rows:
+    return tuple(row[start : start + size] for row in rows for start in range(0, len(row), size))
 
 
 def ranks_in(process_group: dist.ProcessGroup | None, device_mesh: Any = None) -> RankMesh:

@@ -127,6 +127,12 @@ def set_weights(managed: ManagedParameter, flat: Tensor, with_master: bool = Tru
             write_master(chunk, piece.shard_start, part)
 
 
+def set_secondary(managed: ManagedParameter, flat: Tensor) -> None:
+    """Set this rank's part of the second copy in the node, if there is one, to elements of `flat`, (numel,)."""
+    for piece in managed.secondary_pieces:
+        ready(managed.chunk.homes[Kind.PARAM])[piece.in_shard].copy_(flat[piece.from_start(managed.offset).in_payload])
+
+
 def set_all_weights(chunk: Chunk, payload: Tensor) -> None:
     """Set all parameters as `set_weights` sets one, from a `payload` (layout.numel,) that is zero between them."""
     home, layout = ready(chunk.homes[Kind.PARAM]), chunk.home_layout
@@ -577,6 +583,7 @@ class Binding:
             parts = master.split([piece.numel for piece in managed.pieces])
             for piece, part in zip(managed.pieces, parts, strict=True):
                 write_master(chunk, piece.shard_start, part)
+        set_secondary(managed, payload.flat[managed.in_payload])
         if has_split_master(chunk):
             self.snapshots.refresh(managed)
 
@@ -594,6 +601,8 @@ class Binding:
                 for number, piece in enumerate(managed.pieces):
                     was = None if before is None else before[number]
                     follow_edits(chunk, piece.shard_start, payload.flat[piece.in_payload], was)
+        if chunk.secondary_layout is not None:
+            set_secondary(managed, payload.flat[managed.in_payload])
         if has_split_master(chunk):
             self.snapshots.refresh(managed)
             if before is None:

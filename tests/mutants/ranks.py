@@ -77,9 +77,23 @@ MUTANTS = [
     Mutant(
         "a slot that contains the home takes values that are only near it",
         "_chunk_demand",
-        "is_sharded and len(chunk.layout.units) == 1 and chunk.fetch_layout.wire is None",
-        "is_sharded and len(chunk.layout.units) == 1",
+        "is_home_a_part = chunk.fetch_layout.wire is None and secondary is None",
+        "is_home_a_part = secondary is None",
         "tests/features/test_quantized.py::test_a_training_equals_plain_with_what_arrives",
+    ),
+    Mutant(
+        "the second copy in a node stays after an update",
+        "ParamStore.before_update",
+        "self.rules.outdate(chunk.index)",
+        "pass",
+        "tests/features/test_secondary_shards.py::test_results_are_those_of_plain_zero_at_every_place",
+    ),
+    Mutant(
+        "what users write does not reach the second copy in a node",
+        "set_secondary",
+        "ready(managed.chunk.homes[Kind.PARAM])[piece.in_shard].copy_(flat[piece.from_start(managed.offset).in_payload])",
+        "pass",
+        "tests/features/test_secondary_shards.py::test_what_is_written_reaches_the_second_copy",
     ),
     Mutant(
         "every replica counts in the norm",

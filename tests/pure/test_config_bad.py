@@ -106,7 +106,10 @@ BAD: list[tuple[dict[str, Any] | tuple[str, str], str]] = [
     (zero(offload_optimiser={}), f"{ZERO}.offload_optimiser is not a key; the nearest valid one is '{ZERO}.{OFFLOAD}"),
     (zero(prefetch_bucket_size=5, stage3_prefetch_bucket_size=5), "are one key; leave one out"),
     ({"shard_group_size": 0}, "shard_group_size must be a number of ranks, of at least 1, or None, found 0"),
-    (zero(zero_hpz_partition_size=8), "secondary shards inside a group (hpZ) do not exist here"),
+    (
+        zero(zero_hpz_partition_size=-2),
+        "zero_hpz_partition_size must be a number of ranks, of at least 2, or None, found",
+    ),
     (zero(zeropp_loco_param={"err_beta": 0.8}), "what quantising gradients loses is not added to the next ones"),
     (
         {"quantized_weights": 2},

@@ -336,6 +336,8 @@ class Config(_ConfigPart):
     """Elements that are gathered, or fetched from the host, at any instant, at most. None: the budget decides."""
     shard_group_size: Annotated[int | None, Setting] = None
     """Consecutive ranks that share one copy of what is divided; other groups hold replicas. None: all ranks."""
+    secondary_group_size: Annotated[int | None, Setting] = None
+    """Consecutive ranks, as of a node, that keep a second copy of the weights for the backward at stage 3."""
     max_prefetch: Annotated[int | None, Setting] = None
     """Payloads that may be on their way at once before they are asked for. None: 1, or 0 where copies take turns."""
     deferred_update: Annotated[bool | None, Setting] = None

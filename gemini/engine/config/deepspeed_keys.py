@@ -157,7 +157,11 @@ ZERO = [
     Key(
         "zero_optimization.zero_hpz_partition_size",
         Whole,
-        Refused("secondary shards inside a group (hpZ) do not exist here", (0, 1)),
+        MappedTo(
+            "secondary_group_size",
+            by=lambda size: None if size in (0, 1) else size,
+            note="consecutive ranks; `0` and `1`: there are no secondary shards",
+        ),
     ),
     Key(
         "zero_optimization.zero_quantized_weights",

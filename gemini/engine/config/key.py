@@ -67,7 +67,7 @@ def module_named(key: Any) -> Any:
     return getattr(nn, name)
 
 
-_WHOLE = ("chunk_size", "shard_group_size", *COUNTS, *QUANTIZED)
+_WHOLE = ("chunk_size", "shard_group_size", "secondary_group_size", *COUNTS, *QUANTIZED)
 
 
 def _checked(value: Any, info: ValidationInfo) -> Any:
