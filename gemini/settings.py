@@ -21,11 +21,13 @@ from gemini.placement.policies import FRACTIONS, MARGIN, DiskPolicy, check_fract
 from gemini.placement.policy import PlacementPolicy
 from optim import HALF_DTYPES
 from optim.adam import refuse_unknown_arguments
-from sharding import ShardStrategy, resolve_strategy
+from sharding import ShardStrategy, WireFormat, resolve_strategy
 
 CASTABLE_DTYPES = (torch.float32, *HALF_DTYPES)
 _DTYPES = (*CASTABLE_DTYPES, torch.float64)
 BUDGETS = ("device_memory", "model_data_memory", "host_memory")
+QUANTIZED = ("quantized_weights", "quantized_frozen_weights", "quantized_gradients")
+_WIRES = {bits: WireFormat(bits) for bits in (8, 4)}
 COUNTS = ("param_persistence_threshold", "model_persistence_threshold", "max_live_parameters")
 _OF_THIS_RANK = ("device", "rank_timeout")  # ranks need not have the same
 
@@ -60,6 +62,7 @@ class Options(TypedDict, total=False):
     model_persistence_threshold: int | None
     max_live_parameters: int | None
     shard_group_size: int | None
+    secondary_group_size: int | None
     ignored_parameters: Collection[str]
     max_prefetch: int | None
     deferred_update: bool | None
@@ -69,6 +72,9 @@ class Options(TypedDict, total=False):
     dtype: Weights
     reduce_dtype: torch.dtype | None
     accumulate_dtype: torch.dtype | None
+    quantized_weights: int | None
+    quantized_frozen_weights: int | None
+    quantized_gradients: int | None
     chunk_size: int | None
     device: Device
     device_memory: int | str | None
@@ -114,6 +120,12 @@ class Settings:
             host, at any instant, paddings included. What is at home on the device does not count. None: no bound.
         shard_group_size: consecutive ranks that share one copy of what `stage` shards; the other groups of so many
             ranks hold replicas of it. A `device_mesh` says the same, with ranks in any order. None: all are one group.
+        secondary_group_size: consecutive ranks, such as those of a node, that keep a second copy of the weights among
+            them at stage 3. The first gather after an update is from all ranks that share the shards, and what arrives
+            is kept beside each rank's own shard, on its tier; every further one, in the backward and of later
+            micro-batches, is from these ranks alone. Weights that do not change are gathered from all ranks once. A
+            rank holds 1/size of the weights more. At other stages, and for weights that persist or are written to in
+            forwards (`max_norm`), it has no effect. Results do not change. None: there is no second copy.
         ignored_parameters: names of parameters (shell patterns, as "head.*") that are left alone: in no chunk, on the
             device and in the dtype in which they are, with each rank's own values and gradients, neither reduced nor
             clipped. An optimizer of their own trains them.
@@ -153,6 +165,16 @@ class Settings:
             Whatever travels, the mean over ranks is made in fp32 and rounded once.
         accumulate_dtype: in which reduced gradients rest and micro-batches are added up, from the first on. None: in
             the gradient's own dtype, 16-bit ones in fp32 from the second micro-batch on. fp64 weights keep to fp64.
+        quantized_weights: 8 or 4: the bits of an element in which weights travel at stage 3 when ranks gather them, in
+            blocks of 256 elements with an fp32 scale each. Approximate: an element is wrong by at most
+            absmax / (2 * (2**(bits - 1) - 1)) of its block, and by the rounding to its dtype. All ranks compute with
+            the same values; homes, masters, state dicts and checkpoints keep the exact ones. At other stages, and for
+            weights that persist or are in fp64, it has no effect. None: they travel as they are.
+        quantized_frozen_weights: likewise, for weights that are frozen when the model is wrapped, such as those beside
+            adapters. None: as `quantized_weights`.
+        quantized_gradients: likewise, of gradients when they are reduced, at every stage. Each rank's are wrong by at
+            most that bound, of which the mean is taken in fp32. With replicas the sums of groups travel so too, and
+            then the mean; at stage 0 the mean does. fp64 ones travel as they are.
         chunk_size: elements of a chunk; None searches for the cheapest size that the budgets allow.
         device: "emulated", an `EmulatedDevice`, an int, a string or a torch.device. None: the current accelerator, else
             emulated.
@@ -190,6 +212,7 @@ class Settings:
     model_persistence_threshold: int | None = None
     max_live_parameters: int | None = None
     shard_group_size: int | None = None
+    secondary_group_size: int | None = None
     ignored_parameters: Collection[str] = ()
     max_prefetch: int | None = None
     deferred_update: bool | None = None
@@ -199,6 +222,9 @@ class Settings:
     dtype: Weights = None
     reduce_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
+    quantized_weights: int | None = None
+    quantized_frozen_weights: int | None = None
+    quantized_gradients: int | None = None
     chunk_size: int | None = None
     device: Device = None
     device_memory: int | str | None = None
@@ -262,8 +288,11 @@ class Settings:
     def over(self, world_size: int) -> Settings:
         """These settings on so many ranks, where groups that are all ranks, or one rank each, are plain cases. Local.
 
-        Raises ValueError if groups of `shard_group_size` do not fill them.
+        Raises ValueError if groups of `shard_group_size` do not fill them, or those of `secondary_group_size` a group.
         """
+        return self._in_groups(world_size)._with_secondary(world_size)
+
+    def _in_groups(self, world_size: int) -> Settings:
         size = self.shard_group_size
         if size is None:
             return self
@@ -276,6 +305,18 @@ class Settings:
         if size == 1 and world_size > 1:
             return replace(self, stage=0, shard_group_size=None)
         return replace(self, shard_group_size=None) if size == world_size else self
+
+    def _with_secondary(self, world_size: int) -> Settings:
+        size, num_shards = self.secondary_group_size, self.num_shards(world_size)
+        if size is None:
+            return self
+        if num_shards % size:
+            raise ValueError(
+                f"secondary_group_size={size} does not divide the {num_shards} ranks that share the shards: give a "
+                f"divisor of {num_shards}, such as the number of ranks of a node"
+            )
+        # All ranks that share the shards have the only copy among them.
+        return replace(self, secondary_group_size=None) if size == num_shards or self.stage < 3 else self
 
     def num_shards(self, world_size: int) -> int:
         """Ranks of one group, of `world_size` in all. Local; raises nothing after `over`."""
@@ -299,6 +340,18 @@ class Settings:
             sums=dtype_of(self.reduce_dtype or torch.float32),
             widens=self.accumulate_dtype is None and weight.is_half,
         )
+
+    def weight_wire(self, weight: Dtype, trainable: bool) -> WireFormat | None:
+        """The format in which such weights are gathered. None: as they are. Local; raises nothing."""
+        frozen = self.quantized_weights if self.quantized_frozen_weights is None else self.quantized_frozen_weights
+        return self._wire(self.quantized_weights if trainable else frozen, weight)
+
+    def gradient_wire(self, weight: Dtype) -> WireFormat | None:
+        """The format in which gradients of such weights are reduced. None: as they are. Local; raises nothing."""
+        return self._wire(self.quantized_gradients, weight)
+
+    def _wire(self, bits: int | None, weight: Dtype) -> WireFormat | None:
+        return None if bits is None or weight not in map(dtype_of, CASTABLE_DTYPES) else _WIRES[bits]
 
     def prefetch_depth(self, world_size: int) -> int:
         """`max_prefetch`, or its default on `world_size` ranks with this device. Local; raises nothing."""
@@ -397,6 +450,22 @@ class Settings:
         if group is not None and (not _is_int(group) or group < 1):
             raise (ValueError if _is_int(group) else TypeError)(
                 f"shard_group_size must be a number of ranks, of at least 1, or None, found {group!r}"
+            )
+        nearby = self.secondary_group_size
+        if nearby is not None and (not _is_int(nearby) or nearby < 2):
+            raise (ValueError if _is_int(nearby) else TypeError)(
+                f"secondary_group_size must be a number of ranks, of at least 2, or None, found {nearby!r}"
+            )
+        for name in QUANTIZED:
+            bits = getattr(self, name)
+            if bits is not None and (not _is_int(bits) or bits not in _WIRES):
+                raise (ValueError if _is_int(bits) else TypeError)(
+                    f"{name} must be 8 or 4, the bits of an element that travels, or None, found {bits!r}"
+                )
+        if self.reuse_fp16_shard and (self.quantized_weights or self.quantized_frozen_weights):
+            raise ValueError(
+                "reuse_fp16_shard=True makes weights again from their masters where they are, and quantized_weights= "
+                "shows others than these: leave one of the two out"
             )
         size = self.chunk_size
         if size is not None and not _is_int(size):

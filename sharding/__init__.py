@@ -5,9 +5,9 @@ shards into payloads and payloads into shards, and a tag identifies the payload 
 chunks, tiers or optimizers. Reading order: strategy, layout, tag, tag_buffers, rank_order_sum, backend, collectives.
 """
 
-from sharding.collectives import SUM_TILE_NUMEL, Collectives, Scratch, replica_numels
+from sharding.collectives import SUM_TILE_NUMEL, Collectives, Scratch, exchange_numels, replica_numels
 from sharding.gloo import InFlight, backends, check_backend
-from sharding.layout import ALIGNMENT, Piece, ShardLayout, Unit, lay_out_unit, pieces_within, round_up
+from sharding.layout import ALIGNMENT, Piece, ShardLayout, Unit, WireFormat, lay_out_unit, pieces_within, round_up
 from sharding.strategy import (
     BucketTensorShardStrategy,
     ChunkShardStrategy,
@@ -18,6 +18,7 @@ from sharding.strategy import (
     resolve_strategy,
 )
 from sharding.tag import TAG_WORDS, Tag, TagMismatch
+from sharding.wire import as_received, shown
 
 __all__ = [
     # public: what a user chooses or subclasses
@@ -38,12 +39,16 @@ __all__ = [
     "Tag",
     "TagMismatch",
     "Unit",
+    "WireFormat",
+    "as_received",
     "backends",
     "check_backend",
     "check_units",
+    "exchange_numels",
     "lay_out_unit",
     "pieces_within",
     "replica_numels",
     "resolve_strategy",
     "round_up",
+    "shown",
 ]

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding.gloo import Gloo, InFlight, backends, check_backend, control_device, start_gather
-from sharding.layout import ALIGNMENT, ShardLayout, even_parts
+from sharding.layout import ALIGNMENT, ShardLayout, WireFormat, even_parts
 from sharding.tag import MOST_TOLD_BYTES, Announced, Tag, TagBuffers, Told
+from sharding.wire import (
+    decode_in_place,
+    decode_to,
+    encode,
+    encode_by_rank,
+    encode_own,
+    encoded_part,
+    sum_encoded,
+)
 
 # -- The sum over ranks in the order of ranks: its bits depend neither on the layout nor on the backend.
 
@@ -70,6 +81,10 @@ def sum_rows(rows: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
             target.copy_(total)
 
 
+_Add = Callable[[Tensor, Tensor, int], None]
+"""add(rows, out, divisor): out = the sum of received rows, in rank order, / divisor."""
+
+
 def replica_numels(numel: int, num_replicas: int, rounds: bool) -> list[int]:
     """The elements, of the sum's dtype, of each buffer with which replicas reduce a shard of `numel`.
 
@@ -80,6 +95,23 @@ def replica_numels(numel: int, num_replicas: int, rounds: bool) -> list[int]:
     # Parts are as large as the largest of them. This bound grows linearly with shards, which end on `ALIGNMENT`.
     received = numel + (num_replicas - 1 if ALIGNMENT % num_replicas else 0)
     return [numel, received] if rounds else [received]
+
+
+def exchange_numels(numel: int, layout: ShardLayout, rounds: bool) -> list[tuple[int, int]]:
+    """(numel, itemsize) of each buffer with which gradients in a wire format are reduced, but for one tile of the sum.
+
+    numel: of this rank's shard, or of a tile of it. rounds: the result has another dtype than the sum, fp32.
+    """
+    wire, count = layout.wire, layout.num_replicas
+    assert wire is not None
+    num_bytes = wire.num_bytes(numel)
+    # What is sent and received, and fp32 to work in.
+    found = [(layout.world_size * num_bytes, 1)] * 2 + [(min(numel, SUM_TILE_NUMEL), 4)]
+    if count == 1:
+        return found
+    # Parts that replicas add up are as large as the largest of them.
+    received = num_bytes + (count - 1) * wire.block_bytes
+    return [*found, (num_bytes, 1), (received, 1), *([(numel, 4)] if rounds else [])]
 
 
 # -- The collectives of one process group, on shards and payloads.
@@ -102,6 +134,11 @@ def replica_numels(numel: int, num_replicas: int, rounds: bool) -> list[int]:
 # first is over: at the start of the reduction, which is one point on all ranks, and not at its end, which may be at
 # another point on each. Otherwise a rank that ends a reduction would wait for a replica, which waits in another
 # collective for a rank of its group, and so on in a circle.
+#
+# [Note: Quantised] A layout with a wire format makes all that travels by it quantised, which is approximate: see
+# [Note: Bound] in layout.py. A gather shows all ranks the same values, this rank's own shard included. A reduction
+# encodes each rank's slices once, and adds in fp32 in rank order. With replicas the sums of groups are encoded, and
+# then the mean: two levels more. Blocks are the same in every layout, so that the bits depend on the ranks alone.
 
 
 _CPU = torch.device("cpu")
@@ -173,6 +210,8 @@ class Collectives:
             if shard is not None:
                 payload[: layout.numel].copy_(shard)
             return InFlight()
+        if layout.wire is not None:
+            return self._gather_encoded(payload, shard, layout, tag, use)
         self._count("all_gather", layout.numel * payload.itemsize)
         beside = None if tag is None else self._announce(tag, payload.device, use)
         if self._gloo is not None:
@@ -198,6 +237,20 @@ class Collectives:
 
         return InFlight(finish, [launched])
 
+    def _gather_encoded(
+        self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, tag: Tag | None, use: str
+    ) -> InFlight:
+        """`start_all_gather` in the layout's wire format. See [Note: Encoded in place]."""
+        encoded = encoded_part(payload, layout)
+        encode_own(payload, shard, layout, self.rank, encoded)
+        launched = self.start_all_gather(encoded, None, layout.encoded, tag, use=use)
+
+        def finish() -> None:
+            launched.finish()
+            decode_in_place(payload, layout)
+
+        return InFlight(finish, launched.works)
+
     def start_reduce_scatter(
         self,
         payload: Tensor,
@@ -216,7 +269,8 @@ class Collectives:
         nothing else is changed. scratch is asked for buffers that must not overlap each other: `layout.numel`
         elements of the payload's dtype, the same again if there are several units, and, if `out` has another
         dtype than the sum, min(`shard_numel`, `SUM_TILE_NUMEL`) of the sum's. With replicas also for what
-        `replica_numels` says, of the sum's dtype.
+        `replica_numels` says, of the sum's dtype. In a wire format, instead of all but the tile of the sum: for what
+        `exchange_numels` says.
         Payload and scratch belong to the reduction until it is finished, and `out` is written by `finish`,
         which raises `TagMismatch` on every rank, with `out` untouched. One reduction at a time.
         """
@@ -229,15 +283,29 @@ class Collectives:
             return InFlight()
         # [slice for rank 0 | slice for rank 1 | ...] -> [slice from rank 0 | slice from rank 1 | ...]
         beside = None if tag is None else self._announce(tag, payload.device, "reduce_scatter")
-        ranked = self._rank_major(payload, layout, scratch)
-        received = scratch(layout.numel, payload.dtype)
-        self._count("reduce_scatter", layout.numel * payload.itemsize)
+        add: _Add
+        if layout.wire is None:
+            ranked, add = self._rank_major(payload, layout, scratch), partial(sum_rows, scratch=scratch)
+            received, summed = scratch(layout.numel, payload.dtype), sum_dtype(payload.dtype)
+        else:
+            ranked, received, work = (scratch(*sizes) for sizes in _exchanged(layout))
+            encode_by_rank(payload, layout, ranked, work)
+            add, summed = partial(_sum_encoded, layout.wire, work, scratch), torch.float32
+        self._count("reduce_scatter", ranked.nbytes)
         slices = dist.all_to_all_single(received, ranked, group=self.group, async_op=True)
         # Tags have a launch of their own: in a single launch every slice would have to be copied next to its tag. Both
         # are in flight at once.
         tags = start_gather(beside.own, beside.every, self.group) if beside else None
         if self.replicas is not None:
-            return self._go_on(self.replicas, received, slices, out, tags, beside, mean, scratch)
+            self._order(slices)
+            total = out if out.dtype is summed else scratch(out.numel(), summed)
+            add(received.view(self.world_size, -1), total, 1)
+            divisor = self.world_size * self.replicas.world_size if mean else 1
+            if layout.wire is None:
+                spread = self.replicas.start_ordered_sum(total, out, divisor, scratch)
+            else:
+                spread = self.replicas.start_encoded_sum(total, out, divisor, scratch, layout.wire, work)
+            return _behind(tags, beside, spread, self.wait)
 
         def finish() -> None:
             self.wait(slices)
@@ -246,37 +314,9 @@ class Collectives:
                 beside.verify()
             # `out` may be a part of the payload, which is a send buffer until the exchange is over: it is written from
             # here on.
-            rows = received.view(self.world_size, layout.shard_numel)
-            sum_rows(rows, out, self.world_size if mean else 1, scratch)
+            add(received.view(self.world_size, -1), out, self.world_size if mean else 1)
 
         return InFlight(finish, [slices, tags] if tags else [slices])
-
-    def _go_on(
-        self,
-        replicas: Collectives,
-        received: Tensor,
-        slices: dist.Work,
-        out: Tensor,
-        tags: dist.Work | None,
-        beside: Announced | None,
-        mean: bool,
-        scratch: Scratch,
-    ) -> InFlight:
-        """A reduction of which `slices` is this group's exchange, with the replicas. See [Note: Replicas]."""
-        self._order(slices)
-        dtype = sum_dtype(received.dtype)
-        total = out if out.dtype is dtype else scratch(out.numel(), dtype)
-        sum_rows(received.view(self.world_size, -1), total, 1, scratch)
-        divisor = self.world_size * replicas.world_size if mean else 1
-        spread = replicas.start_ordered_sum(total, out, divisor, scratch)
-
-        def finish() -> None:
-            if beside and tags:
-                self.wait(tags)
-                beside.verify()
-            spread.finish()
-
-        return InFlight(finish, [*spread.works, *([tags] if tags else [])])
 
     def start_ordered_sum(self, own: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> InFlight:
         """Put the sum over ranks of `own`, added in rank order and divided by `divisor`, into every rank's `out`.
@@ -304,6 +344,41 @@ class Collectives:
         def finish() -> None:
             for work in works:
                 self.wait(work)
+
+        return InFlight(finish, works)
+
+    def start_encoded_sum(
+        self, own: Tensor, out: Tensor, divisor: int, scratch: Scratch, wire: WireFormat, work: Tensor
+    ) -> InFlight:
+        """`start_ordered_sum` of fp32 in whole blocks, in a wire format: of what each rank adds, and of the sum.
+
+        work: fp32, at least a block, which belongs to the collective until it is finished.
+        """
+        numels = [count * ALIGNMENT for count in even_parts(own.numel() // ALIGNMENT, self.world_size)]
+        mine, sizes = numels[self.rank], [wire.num_bytes(numel) for numel in numels]
+        sent = scratch(sum(sizes), torch.uint8)
+        received = scratch(self.world_size * sizes[self.rank], torch.uint8)
+        encode(wire, own, sent, work)
+        self._count("replica_sum", sent.nbytes)
+        equal = [sizes[self.rank]] * self.world_size
+        self._order(dist.all_to_all_single(received, sent, equal, sizes, group=self.group, async_op=True))
+        # The sum travels in the memory from which the ranks' parts were sent.
+        parts = sent.split(sizes)
+        if mine:
+            total = own.split(numels)[self.rank]
+            sum_encoded(wire, received.view(self.world_size, -1), total, divisor, work, None)
+            encode(wire, total, parts[self.rank], work)
+        self._count("replica_gather", sent.nbytes)
+        works = [
+            dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
+            for rank, part in enumerate(parts)
+            if part.numel()
+        ]
+
+        def finish() -> None:
+            for each in works:
+                self.wait(each)
+            decode_to(wire, sent, out, work)
 
         return InFlight(finish, works)
 
@@ -479,6 +554,31 @@ class Collectives:
             raise ValueError(
                 f"payload must be contiguous, 1-D, of at least {layout.numel} elements, got {tuple(payload.shape)}"
             )
+
+
+def _exchanged(layout: ShardLayout) -> list[tuple[int, torch.dtype]]:
+    """(numel, dtype) of what is sent, of what is received, and of fp32 memory to work in."""
+    sizes = exchange_numels(layout.shard_numel, replace(layout, num_replicas=1), rounds=False)
+    return [(numel, torch.uint8 if itemsize == 1 else torch.float32) for numel, itemsize in sizes]
+
+
+def _sum_encoded(wire: WireFormat, work: Tensor, scratch: Scratch, rows: Tensor, out: Tensor, divisor: int) -> None:
+    total = None if out.dtype is torch.float32 else scratch(min(out.numel(), work.numel()), torch.float32)
+    sum_encoded(wire, rows, out, divisor, work, total)
+
+
+def _behind(
+    tags: dist.Work | None, beside: Announced | None, spread: InFlight, wait: Callable[[dist.Work], None]
+) -> InFlight:
+    """A reduction that goes on with the replicas, and whose tags are compared before the result is used."""
+
+    def finish() -> None:
+        if beside and tags:
+            wait(tags)
+            beside.verify()
+        spread.finish()
+
+    return InFlight(finish, [*spread.works, *([tags] if tags else [])])
 
 
 def _check_flat(name: str, tensor: Tensor, numel: int) -> None:

@@ -6,14 +6,15 @@ after the other. Everything here is arithmetic on element counts: no tensor, no 
 
 [Note: Alignment] Every parameter starts on, and every slice ends on, a multiple of `ALIGNMENT` elements:
 matrix products then pick the same kernels for every layout, and no 256-element tile of the gradient norm or
-block of a quantised state is cut by a border.
+block of a quantised state is cut by a border. Values that travel quantised have blocks of as many elements, so
+that a block holds elements of one parameter, and the same ones in every layout.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 ALIGNMENT = 256
@@ -21,11 +22,39 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
+class WireFormat:
+    """Values that travel as signed integers of 8 or 4 bits: blocks of `ALIGNMENT` elements with an fp32 scale each.
+
+    [Note: Bound] A block is symmetric: its largest absolute value, absmax, is the integer `largest`, 2**(bits - 1) - 1,
+    and the scale is absmax / `largest`. An element is rounded to the nearest integer, so that it is wrong by at most
+    absmax / (2 * `largest`) each time it is encoded, and by the roundings of fp32 and of the dtype in which it arrives.
+    A block that has an infinite value or a NaN arrives as such throughout, and fp32's largest numbers may overflow. Of
+    a block whose absmax is below 1e-36, an element is wrong by at most 1e-38.
+    """
+
+    bits: int
+
+    @property
+    def largest(self) -> int:
+        """The largest integer: 127 or 7."""
+        return (1 << self.bits - 1) - 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block: its integers, then its scale."""
+        return ALIGNMENT * self.bits // 8 + 4
+
+    def num_bytes(self, numel: int) -> int:
+        """The bytes of `numel` elements, a multiple of `ALIGNMENT`."""
+        return numel // ALIGNMENT * self.block_bytes
+
+
+@dataclass(frozen=True)
 class Unit:
     """The region [start, start + numel) of a payload that is split evenly over the ranks."""
 
     start: int
-    numel: int  # a multiple of world_size * ALIGNMENT; 0 for a unit of zero-size parameters
+    numel: int  # a multiple of world_size times the layout's alignment; 0 for a unit of zero-size parameters
 
 
 @dataclass(frozen=True)
@@ -58,12 +87,14 @@ class ShardLayout:
     units: tuple[Unit, ...]  # contiguous, in order, the first at 0
     world_size: int
     num_replicas: int = 1  # groups of `world_size` ranks, each of which holds all shards once
+    wire: WireFormat | None = None  # in which the elements travel; None: as they are
+    alignment: int = ALIGNMENT  # slices are multiples of so many elements
 
     def __post_init__(self) -> None:
         _check_world_size(self.world_size)
         if self.num_replicas < 1:
             raise ValueError(f"num_replicas must be at least 1, got {self.num_replicas}")
-        quantum = self.world_size * ALIGNMENT
+        quantum = self.world_size * self.alignment
         end = 0
         for index, unit in enumerate(self.units):
             if unit.start != end:
@@ -71,7 +102,7 @@ class ShardLayout:
             if unit.numel < 0 or unit.numel % quantum:
                 raise ValueError(
                     f"unit {index} has {unit.numel} elements, expected a multiple of {quantum} "
-                    f"({ALIGNMENT} x {self.world_size} ranks)"
+                    f"({self.alignment} x {self.world_size} ranks)"
                 )
             end += unit.numel
 
@@ -84,6 +115,29 @@ class ShardLayout:
     def shard_numel(self) -> int:
         """Elements of every rank's shard."""
         return self.numel // self.world_size
+
+    def traveling(self, wire: WireFormat | None) -> ShardLayout:
+        """This layout with another wire format."""
+        return self if wire is self.wire else replace(self, wire=wire)
+
+    def within(self, num_ranks: int) -> ShardLayout:
+        """The layout of the same payload over so many of the ranks, a divisor of their number."""
+        return ShardLayout(self.units, num_ranks)
+
+    def tile(self, numel: int) -> ShardLayout:
+        """The layout of `numel` elements of every rank's shard, that travel alone, one rank after the other."""
+        return ShardLayout((Unit(0, numel * self.world_size),), self.world_size, self.num_replicas, self.wire)
+
+    def traveling_bytes(self, numel: int, itemsize: int) -> int:
+        """The bytes in which `numel` elements of `itemsize` bytes, a multiple of `ALIGNMENT`, travel."""
+        return numel * itemsize if self.wire is None else self.wire.num_bytes(numel)
+
+    @cached_property
+    def encoded(self) -> ShardLayout:
+        """Of a payload in its wire format, in bytes: units and slices in the same order."""
+        assert self.wire is not None
+        units = tuple(Unit(self.wire.num_bytes(unit.start), self.wire.num_bytes(unit.numel)) for unit in self.units)
+        return ShardLayout(units, self.world_size, self.num_replicas, alignment=self.wire.block_bytes)
 
     def slices(self, rank: int) -> tuple[Piece, ...]:
         """This rank's slice of every unit, in shard order."""

@@ -100,7 +100,7 @@ RAISED: list[tuple[Callable[[], object], str]] = [
     (lambda: ShardedModel(build(), device="emulated", tensor_placement_policy="cpu", host_memory=10), "BudgetError"),
     (lambda: load_config("missing.json"), "ConfigError"),
     (lambda: load_config({"gradient_clip_val": 1.0}), "ConfigError"),
-    (lambda: load_config({"zero_optimization": {"zero_hpz_partition_size": 8}}), "ConfigError"),
+    (lambda: load_config({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}}), "ConfigError"),
     (lambda: load_config(CONFIGS / "zero3.json"), "ConfigError"),
     (lambda: load_config({"zero_optimization": {"stage": "auto"}}), "ConfigError"),
     (

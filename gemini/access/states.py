@@ -25,6 +25,7 @@ from gemini.runtime.binding import (
     master_in,
     regions_of_master,
     round_as_master,
+    set_secondary,
     set_weights,
     weights_in,
     weights_of,
@@ -35,7 +36,7 @@ from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.manager import ChunkManager, OptimizerPart
 from gemini.runtime.migrate import StateStore
 from gemini.runtime.step import Step
-from sharding import ALIGNMENT, ShardLayout, Unit, round_up
+from sharding import ALIGNMENT, ShardLayout, Unit, as_received, round_up
 
 
 class States:
@@ -170,6 +171,9 @@ class WeightAccess(StateAccess):
         return weights_in(self.chunk, contents[0], start, numel)
 
     def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
+        if not self.chunk.arrives_exactly:
+            self.step.binding.write_back_all([self.chunk])
+            return super().copies(wanted)
         # A fetch like an operator's: the payload stays in its slot until another chunk needs the slot.
         payload = self.step.payloads.fetch(self.chunk)
         return {managed.index: managed.view(payload).to("cpu", copy=True) for managed in wanted}
@@ -228,9 +232,11 @@ class FullPrecisionAccess(StateAccess):
                     before = weights_of(chunk, piece.shard_start, piece.numel)
                     follow_edits(chunk, piece.shard_start, part, before)
             set_weights(managed, weights, with_master=False)
+        shown = as_received(chunk.fetch_layout, weights)
+        set_secondary(managed, shown)
         if chunk.payload is not None:
             # The payload is not gathered again before the next update.
-            ready(chunk.region())[managed.in_payload].copy_(weights)
+            ready(chunk.region())[managed.in_payload].copy_(shown)
         binding.note_write(managed)
 
     def fill(self, managed: ManagedParameter, read: Callable[[int, int], Tensor]) -> None:

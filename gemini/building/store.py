@@ -257,6 +257,8 @@ class BuiltChunks:
             rank=self._binding.communicator.rank,
             home_layout=layout,
             optim_layout=layout,
+            fetch_layout=layout,
+            grad_layout=layout,
             travel_dtype=dtype,
             gradient_dtype=dtype,
             sum_dtype=dtype,

@@ -23,7 +23,7 @@ from gemini.placement.demand import (
 )
 from gemini.placement.packing import ChunkFacts, Packing, packings
 from gemini.settings import Settings
-from sharding import ALIGNMENT, SUM_TILE_NUMEL, ShardLayout, replica_numels
+from sharding import ALIGNMENT, SUM_TILE_NUMEL, ShardLayout, exchange_numels, replica_numels
 
 # -- Scratch: device memory for the temporaries of one reduction, reused by the next. Bytes only.
 #
@@ -72,6 +72,8 @@ def tile_bytes(travel: Dtype, rest: Dtype, rests_whole: bool, layout: ShardLayou
     means of all ranks if every rank keeps the whole gradient, and what replicas need beside.
     """
     summed, all_numel = FLOAT32 if travel.is_half else travel, layout.world_size * numel
+    if layout.wire is not None:
+        return _encoded_tile_bytes(rest, rests_whole, layout, numel)
     pieces = [all_numel * travel.itemsize] * 2 + [numel * rest.itemsize]
     if rest != summed:
         pieces.append(numel * summed.itemsize)
@@ -79,6 +81,19 @@ def tile_bytes(travel: Dtype, rest: Dtype, rests_whole: bool, layout: ShardLayou
         pieces.append(all_numel * rest.itemsize)
     pieces += [each * summed.itemsize for each in replica_numels(numel, layout.num_replicas, rest != summed)]
     return sum(round_to_alignment(piece) for piece in pieces)
+
+
+def _encoded_tile_bytes(rest: Dtype, rests_whole: bool, layout: ShardLayout, numel: int) -> int:
+    """`tile_bytes` in a wire format, whose blocks are no multiples of an alignment: each piece may lose one."""
+    rounds = rest != FLOAT32
+    pieces = [count * itemsize for count, itemsize in exchange_numels(numel, layout, rounds)]
+    # The payload that is encoded, in at most 4 bytes an element, and the mean.
+    pieces += [layout.world_size * numel * 4, numel * rest.itemsize]
+    if rests_whole:
+        pieces.append(layout.world_size * numel * rest.itemsize)
+    if rounds:
+        pieces.append(numel * FLOAT32.itemsize)
+    return sum(pieces) + _ALIGNMENT_BYTES * len(pieces)
 
 
 def largest_tile(travel: Dtype, rest: Dtype, rests_whole: bool, layout: ShardLayout, num_bytes: int) -> int:
@@ -93,7 +108,7 @@ def num_tiles(chunk: ChunkFacts, stage: int, num_bytes: int) -> int:
     """The exchanges that a reduction of this chunk takes with scratch of `num_bytes`: 1 if it is made at once."""
     if whole_exchange_bytes(chunk, stage) <= num_bytes:
         return 1
-    dtypes, layout = chunk.dtypes, chunk.layout
+    dtypes, layout = chunk.dtypes, chunk.grad_layout
     tile = largest_tile(dtypes.travel, dtypes.rest, stage == 0, layout, num_bytes)
     return -(-layout.shard_numel // tile)
 
@@ -101,9 +116,11 @@ def num_tiles(chunk: ChunkFacts, stage: int, num_bytes: int) -> int:
 def whole_exchange_bytes(chunk: ChunkFacts, stage: int) -> int:
     """The scratch bytes with which the chunk's gradient is exchanged at once, on several ranks."""
     # The receive buffer, the packed units if there are several, and the reduced shard.
-    dtypes, layout = chunk.dtypes, chunk.layout
+    dtypes, layout = chunk.dtypes, chunk.grad_layout
     traveling = layout.numel * dtypes.travel.itemsize
-    pieces = [traveling, traveling if len(layout.units) > 1 else 0, layout.shard_numel * dtypes.rest.itemsize]
+    pieces = [layout.shard_numel * dtypes.rest.itemsize]
+    if layout.wire is None:
+        pieces += [traveling, traveling if len(layout.units) > 1 else 0]
     # The gradient cast to the dtype in which it travels.
     if dtypes.travel != dtypes.weight:
         pieces.append(traveling)
@@ -114,8 +131,12 @@ def whole_exchange_bytes(chunk: ChunkFacts, stage: int) -> int:
     summed = FLOAT32 if dtypes.travel.is_half else dtypes.travel
     if dtypes.rest != summed:
         pieces.append(summed.itemsize * min(layout.shard_numel, SUM_TILE_NUMEL))
-    in_replicas = replica_numels(layout.shard_numel, layout.num_replicas, dtypes.rest != summed)
-    pieces += [each * summed.itemsize for each in in_replicas]
+    rounds = dtypes.rest != summed
+    if layout.wire is None:
+        in_replicas = replica_numels(layout.shard_numel, layout.num_replicas, rounds)
+        pieces += [each * summed.itemsize for each in in_replicas]
+    else:
+        pieces += [each * itemsize for each, itemsize in exchange_numels(layout.shard_numel, layout, rounds)]
     # Every piece begins at an aligned address, for which at most one alignment is lost.
     return sum(pieces) + _ALIGNMENT_BYTES * len(pieces)
 
@@ -131,7 +152,7 @@ def _tiled_bytes(chunk: ChunkFacts, stage: int) -> int:
     if not chunk.oversize:
         return whole
     dtypes = chunk.dtypes
-    least = tile_bytes(dtypes.travel, dtypes.rest, stage == 0, chunk.layout, ALIGNMENT)
+    least = tile_bytes(dtypes.travel, dtypes.rest, stage == 0, chunk.grad_layout, ALIGNMENT)
     return min(whole, max(TILED_BYTES, least, _least_for_sums(chunk, stage)))
 
 
@@ -139,7 +160,7 @@ def _least_for_sums(chunk: ChunkFacts, stage: int) -> int:
     """A sum that no_sync() left is always exchanged in tiles, as large as scratch allows: room for the smallest."""
     dtypes = chunk.dtypes
     rest = FLOAT32 if dtypes.widens else dtypes.rest
-    return tile_bytes(dtypes.sums, rest, stage == 0, chunk.layout, ALIGNMENT)
+    return tile_bytes(dtypes.sums, rest, stage == 0, chunk.grad_layout, ALIGNMENT)
 
 
 def _rounding_bytes(chunk: ChunkFacts) -> int:
@@ -232,6 +253,8 @@ def _key_of(chunk: ChunkFacts) -> tuple[object, ...]:
         layout.world_size,
         chunk.home_layout.world_size,
         chunk.optim_layout.world_size,
+        chunk.fetch_layout.wire,
+        chunk.secondary_layout is None,
         id(chunk.dtypes),  # chunks of equal dtypes have one object, whose hash takes as long as all the rest
         chunk.itemsize,
         chunk.oversize,
@@ -252,7 +275,10 @@ def _chunk_demand(
     frees_gradient: bool,
 ) -> ChunkDemand:
     dtypes, optim_numel = chunk.dtypes, chunk.optim_layout.shard_numel
-    home_bytes = {Kind.PARAM: chunk.home_layout.shard_numel * dtypes.weight.itemsize}
+    secondary = chunk.secondary_layout
+    # A secondary shard lies behind the home, in the same memory.
+    param_numel = chunk.home_layout.shard_numel + (0 if secondary is None else secondary.shard_numel)
+    home_bytes = {Kind.PARAM: param_numel * dtypes.weight.itemsize}
     if frees_gradient:
         home_bytes[Kind.GRAD] = 0
     elif is_trained:
@@ -264,6 +290,9 @@ def _chunk_demand(
         # fp64 weights have fp64 states, all others have fp32 ones.
         home_bytes[Kind.OPTIM] = optim_states * max(4, dtypes.weight.itemsize) * optim_numel
     is_sharded = chunk.home_layout.world_size > 1
+    may_be_on_disk = chunk.home_layout.world_size == chunk.optim_layout.world_size and not chunk.may_lend_home
+    # Of its payload, with the same values: such a home may lie inside a slot.
+    is_home_a_part = chunk.fetch_layout.wire is None and secondary is None
     # With one rank, fp32 micro-batches accumulate in the gradient home itself. Several ranks, and gradients that rest
     # in another dtype or in 16 bits, need a slot: the new gradient must not overwrite the running sum.
     accumulates_at_home = world_size == 1 and not dtypes.weight.is_half and dtypes.rest == dtypes.weight
@@ -274,9 +303,9 @@ def _chunk_demand(
         chunk.oversize,
         needs_slot=is_sharded,
         needs_gradient_slot=not accumulates_at_home,
-        may_keep_slot=is_sharded and len(chunk.layout.units) == 1,
+        may_keep_slot=is_sharded and len(chunk.layout.units) == 1 and is_home_a_part,
         is_frozen=not is_trained,
-        may_be_on_disk=not chunk.may_lend_home and chunk.home_layout.world_size == chunk.optim_layout.world_size,
+        may_be_on_disk=may_be_on_disk and secondary is None,
         frees_gradient=frees_gradient,
         persists=chunk.persists,
         numel=chunk.layout.numel,

@@ -416,6 +416,9 @@ class ChunkFacts(PackedChunk):
     index: int
     home_layout: ShardLayout  # of the parameter home: `layout`, or one rank's where every rank holds it whole
     optim_layout: ShardLayout  # likewise, of the reduced gradient, master and optimizer state
+    fetch_layout: ShardLayout  # `layout`, with the format in which weights travel when they are fetched
+    grad_layout: ShardLayout  # likewise, of gradients that are reduced
+    secondary_layout: ShardLayout | None  # of the second copy in a node; None: there is none
     dtypes: ChunkDtypes
     may_lend_home: bool  # the parameter home may hold the reduced gradient between backward and step
     splits_master: bool  # bf16: the fp32 master is the parameter home and the int16 remainders beside it
@@ -495,6 +498,7 @@ def _facts_of(
         persists = packed.names[0] in persistent
         home_layout = layout if settings.stage == 3 and not persists else whole_layout(layout)
         optim_layout = layout if settings.stage >= 1 else home_layout
+        weight_wire = settings.weight_wire(dtypes.weight, by_name[packed.names[0]].trainable)
         # Reuse needs the updated elements to be contiguous in the parameter home. At stages 1 and 2 with several units
         # per chunk they are not.
         is_contiguous = home_layout.world_size == optim_layout.world_size or len(layout.units) == 1
@@ -511,6 +515,10 @@ def _facts_of(
             index=index,
             home_layout=home_layout,
             optim_layout=optim_layout,
+            # Weights that every rank holds whole are not fetched, and what an update has changed travels as it is.
+            fetch_layout=layout.traveling(weight_wire if home_layout.world_size > 1 else None),
+            secondary_layout=_secondary(layout, home_layout, settings, is_edited),
+            grad_layout=layout.traveling(settings.gradient_wire(dtypes.weight)),
             dtypes=dtypes,
             may_lend_home=may_lend_home,
             # In a lent home the gradient would overwrite the upper half of a split master, which is the parameter.
@@ -521,6 +529,16 @@ def _facts_of(
         )
         facts.append(chunk_facts)
     return tuple(facts)
+
+
+def _secondary(
+    layout: ShardLayout, home_layout: ShardLayout, settings: Settings, is_edited: bool
+) -> ShardLayout | None:
+    # What a forward writes to weights differs between ranks: each rank's counts for its shard, which the second copy
+    # would not show.
+    if settings.secondary_group_size is None or home_layout.world_size == 1 or is_edited:
+        return None
+    return layout.within(settings.secondary_group_size)
 
 
 def whole_layout(layout: ShardLayout) -> ShardLayout:

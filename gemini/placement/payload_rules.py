@@ -29,6 +29,10 @@ class PayloadFacts(Protocol):
         """Of the parameter home."""
 
     @property
+    def secondary_layout(self) -> ShardLayout | None:
+        """Of a second copy of the payload in the node. None: there is none."""
+
+    @property
     def may_lend_home(self) -> bool:
         """The parameter home may hold the reduced gradient between backward and step."""
 
@@ -40,10 +44,13 @@ class PayloadFacts(Protocol):
 class PayloadEffects(Protocol):
     """What carries the rules out. Where a chunk needs a slot, one of its size is free, or it has its own."""
 
-    def depart(self, chunk: int, lane: int, *, ahead: bool = False, only_own: bool = False) -> None:
+    def depart(
+        self, chunk: int, lane: int, *, ahead: bool = False, only_own: bool = False, nearby: bool = False
+    ) -> None:
         """Start to bring the payload into a slot; `arrive` is next. Those that are on their way have different lanes.
 
-        ahead: nobody waits for it yet. only_own: only the part that this rank has updated.
+        ahead: nobody waits for it yet. only_own: only the part that this rank has updated. nearby: from the second copy
+        in the node, which `arrive` fills otherwise.
         """
 
     def arrive(self, chunk: int) -> None:
@@ -125,6 +132,8 @@ class PayloadRules:
         self.at_home: list[bool] = []  # the home is the payload: no fetch, no slot
         self.staying: Collection[int] = ()  # gathered until the next update: [Note: Staying chunks] in params.py
         self.is_resident = False  # no payload leaves between forward and update
+        self.nearby: set[int] = set()  # chunks whose second copy in the node is there
+        self._has_secondary = [chunk.secondary_layout is not None for chunk in chunks]
         self._is_whole = [chunk.home_layout.world_size == 1 for chunk in chunks]
         self._may_lend = [chunk.may_lend_home for chunk in chunks]
         self._is_fine = [chunk.is_fine for chunk in chunks]
@@ -137,6 +146,7 @@ class PayloadRules:
         """Another placement is in force. No chunk is in a slot."""
         trained = {index for index, chunk in enumerate(demand.chunks) if not chunk.is_frozen}
         self.next_use.note_trained(trained)
+        self.nearby.clear()
         self._kept = placement.kept
         for size, count in zip(self._sizes, placement.num_slots, strict=True):
             size.count = count
@@ -226,7 +236,7 @@ class PayloadRules:
         if self.ahead.pop(chunk, None) is None:
             self._make_room(chunk, effects)
             self.num_gathers[chunk] += 1
-            effects.depart(chunk, 0)
+            effects.depart(chunk, 0, nearby=chunk in self.nearby)
         effects.arrive(chunk)
         self._note_arrived(chunk)
 
@@ -283,7 +293,7 @@ class PayloadRules:
         while lane in taken:
             lane += 1
         self.num_gathers[chunk] += 1
-        effects.depart(chunk, lane, ahead=True)
+        effects.depart(chunk, lane, ahead=True, nearby=chunk in self.nearby)
         self.ahead[chunk] = lane
         if chunk not in self._kept:
             self._slots[chunk].coming.add(chunk)
@@ -298,10 +308,15 @@ class PayloadRules:
         self.gathered.discard(chunk)
         self._slots[chunk].inside.pop(chunk, None)
 
+    def outdate(self, chunk: int) -> None:
+        """The weights are about to change: the second copy in the node is stale."""
+        self.nearby.discard(chunk)
+
     def reset(self) -> None:
         """No chunk is in a slot or on its way, and no use is expected: after a failed step, equally on all ranks."""
         self.gathered.clear()
         self.ahead.clear()
+        self.nearby.clear()
         for size in self._sizes:
             size.reset()
         self.next_use.reset_trace()
@@ -313,6 +328,8 @@ class PayloadRules:
 
     def _note_arrived(self, chunk: int) -> None:
         self.gathered.add(chunk)
+        if self._has_secondary[chunk]:
+            self.nearby.add(chunk)
         # A kept slot is no room for another chunk.
         if chunk not in self._kept:
             slots = self._slots[chunk]

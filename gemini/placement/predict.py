@@ -68,7 +68,8 @@ class Simulation:
         # The flag stands for the traces and the order of reductions. The first step leaves them to all later ones,
         # because all follow one schedule.
         # Which slot a chunk is in does not matter: slots of one size are equal.
-        return self._num_updates > 0, frozenset(self.payloads.gathered), self.homes.state
+        there = frozenset(self.payloads.gathered), frozenset(self.payloads.nearby)
+        return self._num_updates > 0, *there, self.homes.state
 
     def micro_batch(self, backward: int) -> None:
         """Simulate a forward and its backward. backward: the number of that backward since the last step, from 1."""
@@ -105,8 +106,10 @@ class Simulation:
         self.payloads.next_use.note_update()
         self.payloads.finish_ahead(self._counted)
         # Every payload is stale after the update, so all slots are free while it runs.
-        for chunk in self.gradients.of:
+        for chunk, gradient in self.gradients.of.items():
             self.payloads.release(chunk)
+            if not gradient.is_used:
+                self.payloads.outdate(chunk)
         for chunk, gradient in self.gradients.of.items():
             if not any(gradient.got) or gradient.is_used:
                 continue
@@ -222,6 +225,7 @@ class Simulation:
     def _use(self, chunk: int, gradient_bytes: int) -> None:
         """Update a chunk in the backward, with a gradient on the device."""
         self.payloads.release(chunk)
+        self.payloads.outdate(chunk)
         if self._num_updated(chunk, self.gradients.of[chunk].fired):
             self._update(chunk, Tier.DEVICE, gradient_bytes)
 
@@ -406,6 +410,7 @@ def _taken(simulation: Simulation, plan: Decisions) -> Predicted:
 
 _NAMES = {
     Exchange.GATHER: "shards of weights",
+    Exchange.NEARBY: "shards of weights inside the groups of a second copy",
     Exchange.REDUCE: "gradients",
     Exchange.REPLICAS: "sums of gradients over replicas",
     Exchange.WHOLE_GRADIENT: "reduced gradients",
@@ -436,6 +441,7 @@ def chunks_in_words(
         yield "This plan is for training."
     alone = f"; {num_oversize} of them are larger and hold one unit each" if num_oversize else ""
     yield f"They lie in {len(packing.chunks)} chunks of up to {size(packing.chunk_bytes)}{alone}."
+    yield from _wires_in_words(packing)
     found = packing.searched
     if found is None:
         yield "This chunk size was given with chunk_size=."
@@ -447,6 +453,16 @@ def chunks_in_words(
         f"{size(found.padding_bytes)} of padding, {size(found.gathered_bytes)} in slots at the busiest moment, and "
         f"{found.num_collectives} collectives in a step, each counted as {size(BYTES_PER_COLLECTIVE)}."
     )
+
+
+def _wires_in_words(packing: Packing) -> Iterator[str]:
+    """What travels quantised, and in how many bits."""
+    for what, layouts in (
+        ("Weights", {chunk.fetch_layout for chunk in packing.chunks}),
+        ("Gradients", {chunk.grad_layout for chunk in packing.chunks}),
+    ):
+        for bits in sorted({layout.wire.bits for layout in layouts if layout.wire is not None}):
+            yield f"{what} travel in {bits} bits an element, which is approximate."
 
 
 def states_in_words(demand: Demand, placement: Placement, budget: Budget, size: Sizes) -> Iterator[str]:

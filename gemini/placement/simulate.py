@@ -28,12 +28,13 @@ class MoveReason(StrEnum):
 class Exchange(StrEnum):
     """The collectives on model data.
 
-    GATHER: shards of parameters become a payload. REDUCE: gradients become shards of their mean. REPLICAS: groups that
-    hold the same shards add their sums up. WHOLE_GRADIENT and WHOLE_WEIGHT: every rank computed a part, and all ranks
-    gather the whole.
+    GATHER: shards of parameters become a payload. NEARBY: those of a second copy in a node do. REDUCE: gradients become
+    shards of their mean. REPLICAS: groups that hold the same shards add their sums up. WHOLE_GRADIENT and WHOLE_WEIGHT:
+    every rank computed a part, and all ranks gather the whole.
     """
 
     GATHER = "gather"
+    NEARBY = "gather in the node"
     REDUCE = "reduce"
     REPLICAS = "reduce over replicas"
     WHOLE_GRADIENT = "gather of reduced gradients"
@@ -62,11 +63,12 @@ class Traffic:
 
     def reduce(self, layout: ShardLayout, dtypes: ChunkDtypes, launches: int) -> None:
         """Count the reduction of a gradient: in the group of ranks that share the shards, then over the replicas."""
-        self.exchange(Exchange.REDUCE, layout.numel * dtypes.travel.itemsize, launches)
+        self.exchange(Exchange.REDUCE, layout.traveling_bytes(layout.numel, dtypes.travel.itemsize), launches)
         if layout.num_replicas > 1:
             # A sum is sent in the dtype in which it is added, and comes back in that in which it rests.
             summed = FLOAT32 if dtypes.travel.is_half else dtypes.travel
-            self.exchange(Exchange.REPLICAS, layout.shard_numel * (summed.itemsize + dtypes.rest.itemsize), launches)
+            both = (layout.traveling_bytes(layout.shard_numel, each.itemsize) for each in (summed, dtypes.rest))
+            self.exchange(Exchange.REPLICAS, sum(both), launches)
 
     def clear(self) -> None:
         """Count from zero."""
@@ -82,24 +84,39 @@ class PayloadTraffic:
     def __init__(self, plan: Decisions, traffic: Traffic) -> None:
         self._facts = plan.packing.chunks
         self._tiers = [homes[Kind.PARAM] for homes in plan.placement.homes]
+        self._fills: dict[int, int] = {}  # chunks on their way whose second copy they fill: its bytes
         self._traffic = traffic
 
-    def depart(self, chunk: int, lane: int, *, ahead: bool = False, only_own: bool = False) -> None:
+    def depart(
+        self, chunk: int, lane: int, *, ahead: bool = False, only_own: bool = False, nearby: bool = False
+    ) -> None:
         """Each rank copies its own part over the link. The other parts come from the other ranks."""
         facts = self._facts[chunk]
+        secondary, itemsize = facts.secondary_layout, facts.dtypes.weight.itemsize
+        if secondary is not None and nearby:
+            self._traffic.exchange(Exchange.NEARBY, facts.payload_bytes)
+            self._copy(chunk, secondary.shard_numel * itemsize, MoveReason.PAYLOAD, ahead)
+            return
+        if secondary is not None:
+            self._fills[chunk] = secondary.shard_numel * itemsize
         layout, purpose = facts.home_layout, MoveReason.PAYLOAD
         # Every rank holds the chunk whole, and copies what it has updated.
         if only_own:
             layout, purpose = facts.layout, MoveReason.UPDATE
         elif layout.world_size > 1:
-            self._traffic.exchange(Exchange.GATHER, facts.payload_bytes)
-        num_bytes = layout.shard_numel * facts.dtypes.weight.itemsize
+            traveling = facts.fetch_layout.traveling_bytes(facts.layout.numel, facts.itemsize)
+            self._traffic.exchange(Exchange.GATHER, traveling)
+        self._copy(chunk, layout.shard_numel * itemsize, purpose, ahead)
+
+    def _copy(self, chunk: int, num_bytes: int, purpose: MoveReason, ahead: bool) -> None:
         self._traffic.copy(self._tiers[chunk], Tier.DEVICE, num_bytes, purpose)
         if ahead and self._tiers[chunk] is not Tier.DEVICE:
             self._traffic.ahead_bytes += num_bytes
 
     def arrive(self, chunk: int) -> None:
-        """All bytes were counted when they departed."""
+        """All bytes were counted when they departed, but for those of the second copy in the node."""
+        if chunk in self._fills:
+            self._traffic.copy(Tier.DEVICE, self._tiers[chunk], self._fills.pop(chunk), MoveReason.PAYLOAD)
 
     def refusal(self, chunk: int) -> Exception:
         """No plan has too few slots for its schedule."""

@@ -340,7 +340,7 @@ class Gradients(GradientRules):
         if self._books.is_alone:
             return False
         facts, tiles = self._facts[chunk], self._num_tiles(chunk)
-        self._traffic.reduce(facts.layout, facts.dtypes, tiles)
+        self._traffic.reduce(facts.grad_layout, facts.dtypes, tiles)
         self.of[chunk].become(GradState.REDUCING)
         # At stage 0 the reduced shards are gathered at once, and tiles wait for each other: nothing stays in flight.
         return self._stage > 0 and tiles == 1
@@ -349,7 +349,7 @@ class Gradients(GradientRules):
         facts = self._facts[chunk]
         if self._stage == 0 and not self._books.is_alone:
             # The mean travels in the dtype in which it rests, not in that of the reduction.
-            num_bytes = facts.layout.numel * facts.dtypes.rest.itemsize
+            num_bytes = facts.grad_layout.traveling_bytes(facts.layout.numel, facts.dtypes.rest.itemsize)
             self._traffic.exchange(Exchange.WHOLE_GRADIENT, num_bytes, self._num_tiles(chunk))
         super()._rest(chunk)
 
@@ -365,6 +365,7 @@ class Gradients(GradientRules):
 
     def _leave_slot(self, chunk: int) -> None:
         self._payloads.release(chunk)
+        self._payloads.outdate(chunk)
 
     def _use(self, chunk: int) -> None:
         self.of[chunk].note_used()

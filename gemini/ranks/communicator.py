@@ -278,6 +278,7 @@ class Communicator:
         self._replay = ScheduleReplay()
         self._parent = group
         self.rows: Rows = mesh.rows  # the global ranks that take part: a row for each replica
+        self._nearby = mesh.nearby  # parts of the rows that hold a second copy of the weights
         self.device = device
         if group is not None:
             check_backend(group, device)
@@ -299,9 +300,11 @@ class Communicator:
         return PartsGroup(ranks, wait, rank_timeout_s, self.device)
 
     def _use(self, links: Links) -> None:
-        self._links, (self.collectives, self._shards) = links, links
+        self._links, self.collectives, self._shards = links, links.all, links.shards
         # A layout says by its number of ranks who gathers: what was built on all ranks may become shards of a mesh.
         self._among = {self._shards.world_size: self._shards, self.collectives.world_size: self.collectives}
+        if links.nearby is not None:
+            self._among[links.nearby.world_size] = links.nearby
 
     def follow_plan(self, plan_hash: int) -> None:
         """Collectives from now on are of the plan with this hash, which their tags have. 0: of none. Local."""
@@ -337,8 +340,13 @@ class Communicator:
 
     @property
     def bytes_by_group(self) -> dict[str, int]:
-        """The same by the group in which they travelled: "all" ranks, those of its "shards", its "replicas"."""
+        """The same by the group in which they travelled: "all" ranks, those of its "shards", its "replicas".
+
+        "nearby": those that hold a second copy of the weights.
+        """
         found, shards = {"all": self.collectives.bytes_sent}, self._shards
+        if self._links.nearby is not None:
+            found["nearby"] = self._links.nearby.bytes_sent
         if shards is self.collectives or shards.replicas is None:
             return found
         return {**found, "shards": shards.bytes_sent, "replicas": shards.replicas.bytes_sent}
@@ -667,8 +675,9 @@ class Communicator:
     def _diverged(self, mismatch: TagMismatch) -> DivergenceError:
         found = mismatch.found
         if len(found) < self.world_size:
-            # Tags that travelled beside a payload are of the ranks that share the shards, in their order.
-            row = next(row for row in self.rows if dist.get_rank() in row)
+            # Tags that travelled beside a payload are of the ranks that share the shards, or a second copy, in order.
+            rows = [row for row in (*self.rows, *self._nearby) if len(row) == len(found)]
+            row = next(row for row in rows if dist.get_rank() in row)
             found = {self.ranks.index(row[rank]): tag for rank, tag in found.items()}
         places = {
             rank: f"{self.position.describe(tag.moment)} with the {tag_in_words(tag)} (collective "

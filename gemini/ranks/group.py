@@ -211,6 +211,7 @@ class Links(NamedTuple):
 
     all: Collectives  # all ranks, for what they agree on
     shards: Collectives  # those that share the shards with this one: the same ones where there are no replicas
+    nearby: Collectives | None = None  # those that hold a second copy of the weights with this one
 
 
 class Connection:
@@ -222,7 +223,7 @@ class Connection:
     def __init__(self, mesh: RankMesh, watch: Watchdog | None, rank_timeout_s: float, device: torch.device) -> None:
         """watch: what waits for collectives. None on one rank, which needs no group."""
         self.works: set[dist.Work] = set()  # launched collectives that this rank does not know to be over
-        self._parent, self._rows = mesh.group, mesh.rows
+        self._parent, self._rows, self._nearby = mesh.group, mesh.rows, mesh.nearby
         self._watch = watch
         # Longer than the watchdog's, so that the watchdog is first to report a lost rank, with its place in the step.
         self._timeout = timedelta(seconds=rank_timeout_s + 60)
@@ -250,7 +251,7 @@ class Connection:
         everyone = self._connected(self._watch.name)
         self._watch.begin_group(self.works)
         if len(self._rows) == 1:
-            return Links(everyone, everyone)
+            return Links(everyone, everyone, self._with_copy(everyone))
         # Ranks with other rows would look for one another under other names, until the timeout.
         _refuse_other_rows(everyone.all_gather_bytes(repr(self._rows).encode()))
         here = dist.get_rank()
@@ -258,9 +259,18 @@ class Connection:
         column = [ranks[row.index(here)] for ranks in self._rows]
         # Groups of one name find one another, so each row and each column has its own.
         replicas = self._connected(f"{self._watch.name}/replicas of {column[0]}", column)
-        return Links(everyone, self._connected(f"{self._watch.name}/shards of {row[0]}", row, replicas, everyone))
+        shards = self._connected(f"{self._watch.name}/shards of {row[0]}", row, replicas, everyone)
+        return Links(everyone, shards, self._with_copy(everyone))
 
-    def _connected(self, name: str, ranks: Sequence[int] | None = None, *others: Collectives) -> Collectives:
+    def _with_copy(self, everyone: Collectives) -> Collectives | None:
+        """The ranks that hold a second copy of the weights together with this one. None: there is none."""
+        if not self._nearby:
+            return None
+        assert self._watch is not None
+        part = next(part for part in self._nearby if dist.get_rank() in part)
+        return self._connected(f"{self._watch.name}/second copy of {part[0]}", part, None, everyone)
+
+    def _connected(self, name: str, ranks: Sequence[int] | None = None, *others: Collectives | None) -> Collectives:
         assert self._parent is not None and self._watch is not None
         own = OwnGroup(self._parent, name, self._timeout, ranks, self.works)
         self._own.append(own)
@@ -300,6 +310,8 @@ def _abort(links: Links) -> None:
         links.shards.abort()
         if links.shards.replicas is not None:
             links.shards.replicas.abort()
+    if links.nearby is not None:
+        links.nearby.abort()
 
 
 def _refuse_other_rows(of_ranks: Sequence[bytes]) -> None:

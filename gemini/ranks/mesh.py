@@ -30,12 +30,14 @@ class RankMesh:
         parts: global ranks, with this one, that have the same data and other parts of the model's tensors (tensor
             parallelism). None of them is in `rows` but this one. Empty: there are no parts.
         stages: likewise, with those that have other layers (pipeline parallelism). Empty: those of `parts`.
+        secondary: so many consecutive ranks of a row hold a second copy of the weights. None: there is none.
     """
 
     group: dist.ProcessGroup | None
     rows: Rows
     parts: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
+    secondary: int | None = None
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> RankMesh:
@@ -60,14 +62,21 @@ class RankMesh:
             )
         size = its if asked is None else asked
         settings = replace(settings, shard_group_size=size).over(self.world_size)
-        plain = replace(self, rows=RankMesh.of(self.group).rows)
+        plain = replace(self, rows=RankMesh.of(self.group).rows, secondary=settings.secondary_group_size)
         if settings.shard_group_size is None:
             return plain, settings
         if len(self.rows) > 1:
-            return self, settings
-        (row,) = plain.rows
-        rows = tuple(row[start : start + size] for start in range(0, len(row), size))
-        return replace(self, rows=rows), settings
+            return replace(self, secondary=settings.secondary_group_size), settings
+        return replace(plain, rows=_cut(plain.rows, size)), settings
+
+    @property
+    def nearby(self) -> Rows:
+        """The groups of ranks that hold a second copy of the weights: parts of the rows. None, if there is none."""
+        return () if self.secondary is None else _cut(self.rows, self.secondary)
+
+
+def _cut(rows: Rows, size: int) -> Rows:
+    return tuple(row[start : start + size] for row in rows for start in range(0, len(row), size))
 
 
 # -- Dimensions by their names, as torchtitan, Accelerate and transformers call them.

@@ -17,7 +17,9 @@ from gemini.memory.transfer import Region, ready, wait_on_stream
 from gemini.placement.demand import Kind
 from gemini.runtime.chunk import Chunk, ManagedParameter, ParamState, lift_guard, set_guard, set_own_data, unguarded
 from optim import HALF_DTYPES, absorb_edits_, join_master_, round_master_, split_master_
-from sharding import pieces_within
+from sharding import as_received, pieces_within
+
+_BITS = {2: torch.int16, 4: torch.int32}  # NaN and -0.0 would be wrong as floats
 
 # -- The fp32 masters of 16-bit chunks on this rank, in either layout.
 #
@@ -123,6 +125,12 @@ def set_weights(managed: ManagedParameter, flat: Tensor, with_master: bool = Tru
         # part.
         for piece, part in zip(managed.pieces, managed.parts_of(flat), strict=True):
             write_master(chunk, piece.shard_start, part)
+
+
+def set_secondary(managed: ManagedParameter, flat: Tensor) -> None:
+    """Set this rank's part of the second copy in the node, if there is one, to elements of `flat`, (numel,)."""
+    for piece in managed.secondary_pieces:
+        ready(managed.chunk.homes[Kind.PARAM])[piece.in_shard].copy_(flat[piece.from_start(managed.offset).in_payload])
 
 
 def set_all_weights(chunk: Chunk, payload: Tensor) -> None:
@@ -569,11 +577,13 @@ class Binding:
         payload: with the old weights. master: this rank's part of the old master, 1-D, in the order of memory.
         """
         chunk = managed.chunk
-        self._copy_home(managed, payload)
+        with self._unwritten_exact(managed, payload):
+            self._copy_home(managed, payload)
         if Kind.MASTER in chunk.homes:
             parts = master.split([piece.numel for piece in managed.pieces])
             for piece, part in zip(managed.pieces, parts, strict=True):
                 write_master(chunk, piece.shard_start, part)
+        set_secondary(managed, payload.flat[managed.in_payload])
         if has_split_master(chunk):
             self.snapshots.refresh(managed)
 
@@ -585,11 +595,14 @@ class Binding:
         chunk = managed.chunk
         # They are read before the copy: without a snapshot the old weights are those in the home.
         before = self.snapshots.read(managed)
-        self._copy_home(managed, payload)
-        if Kind.MASTER in chunk.homes:
-            for number, piece in enumerate(managed.pieces):
-                was = None if before is None else before[number]
-                follow_edits(chunk, piece.shard_start, payload.flat[piece.in_payload], was)
+        with self._unwritten_exact(managed, payload):
+            self._copy_home(managed, payload)
+            if Kind.MASTER in chunk.homes:
+                for number, piece in enumerate(managed.pieces):
+                    was = None if before is None else before[number]
+                    follow_edits(chunk, piece.shard_start, payload.flat[piece.in_payload], was)
+        if chunk.secondary_layout is not None:
+            set_secondary(managed, payload.flat[managed.in_payload])
         if has_split_master(chunk):
             self.snapshots.refresh(managed)
             if before is None:
@@ -604,6 +617,27 @@ class Binding:
                 self.memory.transfer.copy(home[piece.in_shard], payload[piece.in_payload])
             # Whoever writes to the payload next must come after the copies out of it.
             wait_on_stream(payload)
+
+    @contextmanager
+    def _unwritten_exact(self, managed: ManagedParameter, payload: Region) -> Iterator[None]:
+        """Inside, elements of the payload that are as they have arrived have the values of the home.
+
+        Where a payload is only near the home, nobody has written to such elements, and the home keeps its own.
+        """
+        chunk = managed.chunk
+        shown: list[tuple[Tensor, Tensor]] = []
+        if not chunk.arrives_exactly:
+            home, bits = ready(chunk.homes[Kind.PARAM]), _BITS[chunk.dtype.itemsize]
+            for piece in managed.weight_pieces:
+                own, exact = payload.flat[piece.in_payload], home[piece.in_shard].to(payload.flat.device, copy=True)
+                shown.append((own, own.clone()))
+                is_written = own.view(bits) != as_received(chunk.fetch_layout, exact).view(bits)
+                own.copy_(torch.where(is_written, own, exact))
+        try:
+            yield
+        finally:
+            for own, before in shown:
+                own.copy_(before)
 
     def _warn_of_lost_fractions(self, managed: ManagedParameter) -> None:
         if managed.index not in self._warned_of:

@@ -37,9 +37,12 @@ class LocalFacts:
     rank: Final[int]
     home_layout: Final[ShardLayout]  # of the parameter home: `layout`, or one rank's if every rank holds it whole
     optim_layout: Final[ShardLayout]  # likewise, of the reduced gradient, master and optimizer state
+    fetch_layout: Final[ShardLayout]  # `layout`, as the weights travel when they are fetched
+    grad_layout: Final[ShardLayout]  # likewise, of gradients that are reduced
     travel_dtype: Final[torch.dtype]  # of gradients between ranks
     gradient_dtype: Final[torch.dtype]  # of the reduced gradient at rest
     sum_dtype: Final[torch.dtype]  # of sums of several unreduced gradients between ranks
+    secondary_layout: Final[ShardLayout | None] = None  # of the second copy in the node, behind the parameter home
     replica: Final[int] = 0  # which of the replicas of its shard this rank holds: the first speaks for all
     exchange_bytes: Final[int] = 0  # of scratch, with which ranks exchange its gradient at once
     widens: Final[bool] = False  # the reduced gradient becomes fp32 when a second micro-batch is added
@@ -66,6 +69,17 @@ class LocalFacts:
     def is_stepped_whole(self) -> bool:
         """Every rank updates the whole chunk, and holds its whole reduced gradient, master and optimizer state."""
         return self.optim_layout.world_size == 1
+
+    @property
+    def secondary_rank(self) -> int:
+        """Which of the shards of the second copy in its node this rank holds."""
+        assert self.secondary_layout is not None
+        return self.rank % self.secondary_layout.world_size
+
+    @property
+    def arrives_exactly(self) -> bool:
+        """Whether a payload that is fetched has the values of the homes, and not values near them."""
+        return self.fetch_layout.wire is None
 
     @cached_property
     def is_updated_in_parts(self) -> bool:
@@ -423,6 +437,16 @@ class ManagedParameter(ParamPlace):
         first, end = self.offset, self.offset + self.numel
         around = (first, min(end, own.payload_start)), (max(first, own.payload_start + own.numel), end)
         return tuple(Piece(start, start, stop - start) for start, stop in around if start < stop)
+
+    @property
+    def secondary_pieces(self) -> tuple[Piece, ...]:
+        """The parts that the second copy has on this rank: `shard_start` is an offset in the parameter home."""
+        chunk = self.chunk
+        if chunk.secondary_layout is None:
+            return ()
+        behind = chunk.home_layout.shard_numel
+        pieces = chunk.secondary_layout.pieces(chunk.secondary_rank, self.offset, self.numel)
+        return tuple(Piece(each.payload_start, behind + each.shard_start, each.numel) for each in pieces)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

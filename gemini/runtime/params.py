@@ -19,6 +19,7 @@ from gemini.placement.payload_rules import PayloadRules
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.binding import Binding
 from gemini.runtime.chunk import Chunk, ParamState
+from sharding import Piece, ShardLayout
 
 # -- The errors for a chunk that gets no slot.
 
@@ -134,6 +135,8 @@ class PayloadSlots:
             slot.vacate()
         else:
             self.pools[chunk.oversize].vacate(slot)
+        if chunk.secondary_layout is not None and slot.region is not None:
+            wait_on_stream(slot.region)  # the copy to the second copy in the node may still read it
         if self.nobody_holds(slot):
             return True
         if slot is chunk.own_slot:
@@ -263,7 +266,9 @@ class ParamStore:
 
     # -- what the rules call
 
-    def depart(self, chunk: int, lane: int, *, ahead: bool = False, only_own: bool = False) -> None:
+    def depart(
+        self, chunk: int, lane: int, *, ahead: bool = False, only_own: bool = False, nearby: bool = False
+    ) -> None:
         """Start to bring a payload, or this rank's updated part of it, into a slot. Collective if it is sharded.
 
         The other ranks' parts are stale after `only_own`. Raises SlotError if the pool has no free slot and no spare.
@@ -280,7 +285,10 @@ class ParamStore:
         here = self.communicator.position.here
         moving = self.observer.moving(what, chunk, home, "slot", its.payload_bytes, here, blocks=2)
         with moving:
-            start = self._start_own_part if only_own else self._start_gather
+            if its.secondary_layout is not None:
+                start = self._start_nearby if nearby else self._start_and_keep
+            else:
+                start = self._start_own_part if only_own else self._start_gather
             self._arrivals[chunk] = Arrival(slot, moving, start(its, payload, lane))
 
     def arrive(self, chunk: int) -> None:
@@ -322,7 +330,45 @@ class ParamStore:
             wait_on_stream(payload)
         else:
             wait_on_stream(home, payload)
-        return self.communicator.start_all_gather(payload.flat, shard, chunk.layout, chunk.index, lane)
+        return self.communicator.start_all_gather(payload.flat, shard, chunk.fetch_layout, chunk.index, lane)
+
+    # The second copy in a node lies behind the parameter home, which is a shard then. What arrives from all ranks fills
+    # it, until the next update.
+
+    def _start_and_keep(self, chunk: Chunk, payload: Region, lane: int) -> Callable[[], None]:
+        """Fill the payload from all ranks, and from it this rank's part of the second copy. Collective."""
+        home, layout = chunk.homes[Kind.PARAM], chunk.secondary_layout
+        assert layout is not None
+        numel = chunk.home_layout.shard_numel
+        own = chunk.layout.slices(chunk.rank)
+        finish = self._start_from(home[:numel], payload, chunk.fetch_layout, own, chunk.index, lane)
+
+        def keep() -> None:
+            finish()
+            for piece in layout.slices(chunk.secondary_rank):
+                self.memory.transfer.copy(home[numel:][piece.in_shard], payload[piece.in_payload])
+
+        return keep
+
+    def _start_nearby(self, chunk: Chunk, payload: Region, lane: int) -> Callable[[], None]:
+        """Fill the payload from the second copy. Collective over the node."""
+        layout = chunk.secondary_layout
+        assert layout is not None
+        secondary = chunk.homes[Kind.PARAM][chunk.home_layout.shard_numel :]
+        own = layout.slices(chunk.secondary_rank)
+        return self._start_from(secondary, payload, layout, own, chunk.index, lane)
+
+    def _start_from(
+        self, shard: Region, payload: Region, layout: ShardLayout, own: Sequence[Piece], chunk: int, lane: int
+    ) -> Callable[[], None]:
+        """Fill the payload from this rank's `shard`, whose places in it are `own`, and the other ranks'. Collective."""
+        if shard.tier is Tier.DEVICE:
+            wait_on_stream(shard, payload)
+            return self.communicator.start_all_gather(payload.flat, shard.flat, layout, chunk, lane)
+        for piece in own:
+            self.memory.transfer.copy(payload[piece.in_payload], shard[piece.in_shard])
+        wait_on_stream(payload)
+        return self.communicator.start_all_gather(payload.flat, None, layout, chunk, lane)
 
     # -- what leaves
 
@@ -353,6 +399,8 @@ class ParamStore:
 
     def before_update(self, chunk: Chunk) -> None:
         """The home will get new values: drop a payload in a slot. Called before, since both may be one memory."""
+        if chunk.secondary_layout is not None:
+            self.rules.outdate(chunk.index)
         if chunk.may_leave:
             self.release(chunk)
         # A chunk that stays has its home inside its slot, in which parameters keep their views: it is only marked as

@@ -424,14 +424,15 @@ class Reductions(GradientRules):
         # `reduce_dtype=`: the gradient travels as a cast copy.
         if chunk.travel_dtype is not chunk.dtype:
             payload = scratch.allocate(chunk.numel, chunk.travel_dtype).copy_(payload)
-        finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out.flat, chunk.index, scratch.allocate)
+        layout = chunk.grad_layout
+        finish = self._communicator.start_reduce_scatter(payload, layout, out.flat, chunk.index, scratch.allocate)
         self._memory.begin_reduction(gradient)
 
         def mean() -> Region:
             finish()
             if self._stage > 0:
                 return out
-            self._communicator.all_gather(whole.flat, out.flat, chunk.layout, chunk.index)
+            self._communicator.all_gather(whole.flat, out.flat, layout, chunk.index)
             return whole
 
         return mean

@@ -18,7 +18,7 @@ from gemini.runtime.chunk import Chunk
 from gemini.runtime.grad_homes import GradHomes, GradMemory
 from gemini.runtime.gradient import ChunkGradient
 from gemini.settings import dtype_of
-from sharding import Piece, ShardLayout, Unit, pieces_within
+from sharding import Piece, pieces_within
 
 # -- Reduces a gradient over ranks tile by tile, where scratch has no room for the whole exchange.
 #
@@ -44,12 +44,12 @@ def reduce_in_tiles(
     after the other. travel, rest: the dtypes of `rows`, and of the mean before it comes to `target`.
     """
     world_size, shard_numel = chunk.layout.world_size, chunk.layout.shard_numel
-    facts = dtype_of(travel), dtype_of(rest), chunk.is_stepped_whole, chunk.layout
+    facts = dtype_of(travel), dtype_of(rest), chunk.is_stepped_whole, chunk.grad_layout
     tile_numel = largest_tile(*facts, scratch.num_bytes)
     for start in range(0, shard_numel, tile_numel):
         # The last tile, too, has a multiple of `ALIGNMENT` elements, because shards have.
         numel = min(tile_numel, shard_numel - start)
-        layout = ShardLayout((Unit(0, numel * world_size),), world_size)
+        layout = chunk.grad_layout.tile(numel)
         scratch.reset()
         rows = scratch.region(layout.numel, travel)
         fill(rows, start, numel)

@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         "weights that were set do not reach a payload that is there",
         "FullPrecisionAccess.set_whole",
-        "ready(chunk.region())[managed.in_payload].copy_(weights)",
+        "ready(chunk.region())[managed.in_payload].copy_(shown)",
         "pass",
         "tests/features/test_access.py",
     ),

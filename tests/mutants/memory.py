@@ -268,7 +268,7 @@ MUTANTS = [
     Mutant(
         "lent homes leave for the disk",
         "_chunk_demand",
-        "not chunk.may_lend_home and chunk.home_layout.world_size == chunk.optim_layout.world_size",
+        "chunk.home_layout.world_size == chunk.optim_layout.world_size and not chunk.may_lend_home",
         "True",
         "tests/features/test_disk.py::test_weights_that_cannot_rest_there_stay_on_the_host",
     ),

@@ -112,8 +112,15 @@ BAD: list[tuple[dict[str, Any] | tuple[str, str], str]] = [
     (zero(offload_optimiser={}), f"{ZERO}.offload_optimiser is not a key; the nearest valid one is '{ZERO}.{OFFLOAD}"),
     (zero(prefetch_bucket_size=5, stage3_prefetch_bucket_size=5), "are one key; leave one out"),
     ({"shard_group_size": 0}, "shard_group_size must be a number of ranks, of at least 1, or None, found 0"),
-    (zero(zero_hpz_partition_size=8), "secondary shards inside a group (hpZ) do not exist here"),
-    (zero(zero_quantized_weights=True), "collectives that carry quantised values do not exist here"),
+    (
+        zero(zero_hpz_partition_size=-2),
+        "zero_hpz_partition_size must be a number of ranks, of at least 2, or None, found",
+    ),
+    (zero(zeropp_loco_param={"err_beta": 0.8}), "what quantising gradients loses is not added to the next ones"),
+    (
+        {"quantized_weights": 2},
+        "quantized_weights must be 8 or 4, the bits of an element that travels, or None, found 2",
+    ),
     ({ZERO: {}, "clip_grad_norm": 1.0}, "clip_grad_norm is not a key; the nearest valid one is 'gradient_clipping'"),
     ({ZERO: {}, "gradient_clipping": -1}, "gradient_clipping must be at least 0, found -1"),
     ({ZERO: {}, "fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale must be a finite number above 0"),

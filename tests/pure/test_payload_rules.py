@@ -23,7 +23,8 @@ class Cache:
     def __init__(self, num_slots: int, num_larger: int) -> None:
         self.events = Events()
         self.sizes = [index >= NUM_CHUNKS - 2 for index in range(NUM_CHUNKS)]  # True: it needs a larger slot
-        plain = {"home_layout": SimpleNamespace(world_size=2), "may_lend_home": False, "is_fine": False}
+        plain: dict[str, Any] = {"may_lend_home": False, "is_fine": False, "secondary_layout": None}
+        plain["home_layout"] = SimpleNamespace(world_size=2)
         facts = [SimpleNamespace(oversize=size, **plain) for size in self.sizes]
         homes = [{Kind.PARAM: Tier.HOST}] * NUM_CHUNKS
         placement = SimpleNamespace(kept=frozenset(), num_slots=(num_slots, num_larger), homes=homes)
@@ -37,7 +38,9 @@ class Cache:
 
     # What the rules call.
 
-    def depart(self, chunk: int, lane: int, *, ahead: bool = False, only_own: bool = False) -> None:
+    def depart(
+        self, chunk: int, lane: int, *, ahead: bool = False, only_own: bool = False, nearby: bool = False
+    ) -> None:
         assert lane not in self.coming.values(), "its buffers are in use"
         assert (lane > 0) == ahead and not only_own
         size = self.sizes[chunk]

@@ -354,6 +354,8 @@ class Config(_ConfigPart):
     """Elements that are gathered, or fetched from the host, at any instant, at most. None: the budget decides."""
     shard_group_size: Annotated[int | None, Setting] = None
     """Consecutive ranks that share one copy of what is divided; other groups hold replicas. None: all ranks."""
+    secondary_group_size: Annotated[int | None, Setting] = None
+    """Consecutive ranks, as of a node, that keep a second copy of the weights for the backward at stage 3."""
     max_prefetch: Annotated[int | None, Setting] = None
     """Payloads that may be on their way at once before they are asked for. None: 1, or 0 where copies take turns."""
     deferred_update: Annotated[bool | None, Setting] = None
@@ -368,6 +370,12 @@ class Config(_ConfigPart):
     """Dtype in which gradients travel between ranks. None: their own."""
     accumulate_dtype: Annotated[torch.dtype | None, Setting] = None
     """Dtype in which gradients rest and are added. None: their own, and fp32 from the second micro-batch on."""
+    quantized_weights: Annotated[int | None, Setting] = None
+    """8 or 4: bits of an element in which weights are gathered at stage 3. Approximate. None: as they are."""
+    quantized_frozen_weights: Annotated[int | None, Setting] = None
+    """Likewise, for weights that are frozen when the model is wrapped. None: as `quantized_weights`."""
+    quantized_gradients: Annotated[int | None, Setting] = None
+    """8 or 4: bits of an element in which gradients are reduced. Approximate. None: as they are."""
     reuse_fp16_shard: Annotated[bool, Setting] = False
     """Whether gradients are stored in the memory of 16-bit parameters, which saves 2 bytes per parameter in fp16."""
     chunk_size: Annotated[int | None, Setting] = None

@@ -40,7 +40,7 @@ _OPTIMIZER_OFFLOAD, _PARAM_OFFLOAD = "zero_optimization.offload_optimizer", "zer
 _WEIGHTS = NoEffect("the budgets decide: weights rest on the disk where the host has no room for them")
 _RING = NoEffect("three chunks are on their way at once: one is read, one updated, one written")
 _REQUESTS = NoEffect("four threads read and write 4 MiB at a time, past the page cache")
-_QUANTISED = "collectives that carry quantised values do not exist here; what travels has the dtype of `reduce_dtype`"
+_LOCO = "what quantising gradients loses is not added to the next ones here; it has a bound, see `quantized_gradients`"
 _ALWAYS = NoEffect("gradients are reduced chunk by chunk while backward runs")
 _PINNED = NoEffect("host memory is page-locked wherever there is a CUDA device")
 _FROM_FILE = NoEffect("each rank reads its own part of a checkpoint, and none the whole")
@@ -49,6 +49,10 @@ _GATHERED = NoEffect("shards of parameters are gathered by all-gather")
 
 def _group_of(size: int) -> int | None:
     return None if size in (-1, 0) else size
+
+
+def _bits(number: int) -> Callable[[bool], int | None]:
+    return lambda on: number if on else None
 
 
 ZERO = [
@@ -153,12 +157,28 @@ ZERO = [
     Key(
         "zero_optimization.zero_hpz_partition_size",
         Whole,
-        Refused("secondary shards inside a group (hpZ) do not exist here", (0, 1)),
+        MappedTo(
+            "secondary_group_size",
+            by=lambda size: None if size in (0, 1) else size,
+            note="consecutive ranks; `0` and `1`: there are no secondary shards",
+        ),
     ),
-    Key("zero_optimization.zero_quantized_weights", bool, Refused(_QUANTISED)),
-    Key("zero_optimization.zero_quantized_nontrainable_weights", bool, Refused(_QUANTISED)),
-    Key("zero_optimization.zero_quantized_gradients", bool, Refused(_QUANTISED)),
-    Key("zero_optimization.zeropp_loco_param", Section, Refused(_QUANTISED, ({},))),
+    Key(
+        "zero_optimization.zero_quantized_weights",
+        bool,
+        MappedTo("quantized_weights", by=_bits(8), note="true: 8 bits, in blocks of 256 elements, at stage 3"),
+    ),
+    Key(
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        bool,
+        MappedTo("quantized_frozen_weights", by=_bits(8), note="true: 8 bits where they travel; they rest as they are"),
+    ),
+    Key(
+        "zero_optimization.zero_quantized_gradients",
+        bool,
+        MappedTo("quantized_gradients", by=_bits(4), note="true: 4 bits, at every stage, of one-dimensional ones too"),
+    ),
+    Key("zero_optimization.zeropp_loco_param", Section, Refused(_LOCO, ({},))),
     Key("zero_optimization.zenflow", Section, Refused("updates that lag behind would change the result", ({},))),
     Key(
         "zero_optimization.mics_shard_size",

@@ -23,7 +23,7 @@ from gemini.engine.config.read import KeyPath, Problem, nearest, problems_of, un
 from gemini.placement.demand import Demand, Placement
 from gemini.placement.policies import FRACTIONS, StaticPolicy, resolve_policy
 from gemini.placement.policy import spend_rest
-from gemini.settings import COUNTS, Settings
+from gemini.settings import COUNTS, QUANTIZED, Settings
 
 # -- The arguments of `ShardedModel` as fields of a config: names for dtypes and classes, and the checks of `Settings`.
 
@@ -67,6 +67,9 @@ def module_named(key: Any) -> Any:
     return getattr(nn, name)
 
 
+_WHOLE = ("chunk_size", "shard_group_size", "secondary_group_size", *COUNTS, *QUANTIZED)
+
+
 def _checked(value: Any, info: ValidationInfo) -> Any:
     """The value of one field, as `Settings` takes it. Raises ValueError with the words of `Settings`."""
     name = info.field_name or ""
@@ -74,7 +77,7 @@ def _checked(value: Any, info: ValidationInfo) -> Any:
         value = {module_named(key): dtype_named(dtype) for key, dtype in value.items()}
     elif name.endswith("dtype"):
         value = dtype_named(value)
-    elif name in ("chunk_size", "shard_group_size", *COUNTS) and isinstance(value, float) and value.is_integer():
+    elif name in _WHOLE and isinstance(value, float) and value.is_integer():
         # Every format reads 1e6 as a float.
         value = int(value)
     # Each field is checked by itself here, and a fraction alone would contradict the default policy "auto", or a disk's

@@ -90,7 +90,8 @@ def load_config(
         try:
             result.settings().over(world_size)
         except ValueError as error:
-            said = said_of(("shard_group_size",), str(error))
+            name = str(error).partition("=")[0]  # the error begins with the setting that does not fit
+            said = said_of((name,), str(error))
             raise source.error([_at_its_key(said, translated.origins)]) from None
     return result.with_notes(translated.ignored, source.constants)
 

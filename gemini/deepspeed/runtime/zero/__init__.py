@@ -38,8 +38,13 @@ _WITHOUT_EFFECT = {
     "sequence_data_parallel_group": "give data_parallel_group the group that shards",
     "param_swapper": "the config's nvme_path is enough",
     "tensor_overrides": "tensors that are made inside stay where the code makes them",
+    **dict.fromkeys(
+        ("zero_quantized_weights", "zero_quantized_nontrainable_weights"),
+        "weights travel as they are while a model is built; the config's key says how they do in training",
+    ),
 }
-_DEFAULTS = {"mem_efficient_linear": True, "pin_memory": False}
+_DEFAULTS: dict[str, bool] = {"mem_efficient_linear": True, "pin_memory": False}
+_DEFAULTS |= {"zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False}
 
 
 class Init(ZeroInitContext):
@@ -55,7 +60,8 @@ class Init(ZeroInitContext):
         enabled: False makes the context do nothing.
         dtype: what weights are cast to when the context ends. None: as the config says; without one they are not cast.
         mpu: an object whose `get_data_parallel_group()` gives the ranks.
-        zero_quantized_weights, zero_quantized_nontrainable_weights: must be False: weights travel as they are.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: have no effect, which is said: while a model is
+            built its weights travel as they are. The config's keys say how they travel in training.
         without_effect: `mem_efficient_linear`, `pin_memory` and others, which are said to have no effect.
 
     Collective if it is enabled. Raises ConfigError for what does not exist here and, on every rank, for a config that
@@ -80,14 +86,14 @@ class Init(ZeroInitContext):
         **without_effect: Any,
     ) -> None:
         given = {"mem_efficient_linear": mem_efficient_linear, "pin_memory": pin_memory}
+        given["zero_quantized_weights"] = zero_quantized_weights
+        given["zero_quantized_nontrainable_weights"] = zero_quantized_nontrainable_weights
         for name, value in {**given, **without_effect}.items():
             if name not in _WITHOUT_EFFECT:
                 raise TypeError(f"zero.Init() has no argument {name!r}")
             # Scripts that pass DeepSpeed's default lose nothing by it, and are not warned.
             if value != _DEFAULTS.get(name):
                 warn_at_script(f"zero.Init({name}=...) has no effect: {_WITHOUT_EFFECT[name]}")
-        if zero_quantized_weights or zero_quantized_nontrainable_weights:
-            raise ConfigError("zero.Init(): quantised weights are not there yet; they travel in their own dtype")
         if remote_device not in (None, "cpu", "none", "nvme"):
             raise ConfigError(f"zero.Init(remote_device={remote_device!r}) must be 'cpu', 'nvme' or 'none'")
         if data_parallel_group is None and mpu is not None:
