@@ -315,7 +315,7 @@ def _write(each: RunUpdate, made: Made) -> None:
 # -- The exchange: parts of tensors to their owners, a step there, and parts of what it made to all.
 
 
-class TensorPart(NamedTuple):
+class DueTensor(NamedTuple):
     """A tensor that is due, and this rank's part of it, on the device: 1-D, in the order of its pieces."""
 
     chunk: Chunk
@@ -362,7 +362,7 @@ class TensorExchange:
 
     def part(
         self, chunk: Chunk, run: RunUpdate, gradient: Tensor | None, weights: Tensor | None, names: Sequence[str]
-    ) -> TensorPart:
+    ) -> DueTensor:
         """Copy this rank's part of a run, which is one parameter, to the device.
 
         gradient, weights: (optim_numel,) of the chunk; None if nothing of the tensor is here. names: of its states.
@@ -378,9 +378,9 @@ class TensorExchange:
 
         flats = {name: of(run.flat.get(name), run.run.start) for name in sorted(names)}
         scalars = None if run.is_new else run.scalars
-        return TensorPart(chunk, managed, run.run.group, scalars, of(gradient), of(weights), flats)
+        return DueTensor(chunk, managed, run.run.group, scalars, of(gradient), of(weights), flats)
 
-    def step(self, parts: Sequence[TensorPart], factors: GradientFactors) -> dict[tuple[int, int], Made]:
+    def step(self, parts: Sequence[DueTensor], factors: GradientFactors) -> dict[tuple[int, int], Made]:
         """Step tensors once, each on its owner. Returns what was made, by chunk index and position."""
         made: dict[tuple[int, int], Made] = {}
         # Ranks exchange one dtype at a time, of which there is one in nearly all models.
@@ -390,7 +390,7 @@ class TensorExchange:
                 made |= self._step(alike, factors)
         return made
 
-    def _step(self, parts: Sequence[TensorPart], factors: GradientFactors) -> dict[tuple[int, int], Made]:
+    def _step(self, parts: Sequence[DueTensor], factors: GradientFactors) -> dict[tuple[int, int], Made]:
         ranks = self._communicator.num_shards
         owned = owners([work_of(part.managed.shape) for part in parts], ranks)
         mine = [part for part, owner in zip(parts, owned, strict=True) if owner == self._rank]
@@ -407,7 +407,7 @@ class TensorExchange:
     def _rank(self) -> int:
         return self._communicator.shard_rank
 
-    def _gather(self, parts: Sequence[TensorPart], owned: Sequence[int], factors: GradientFactors) -> list[OwnedTensor]:
+    def _gather(self, parts: Sequence[DueTensor], owned: Sequence[int], factors: GradientFactors) -> list[OwnedTensor]:
         """The whole tensors that this rank owns."""
         me, ranks = self._rank, range(self._communicator.num_shards)
         outgoing: list[list[Tensor]] = [[] for _ in ranks]
@@ -470,9 +470,9 @@ class TensorExchange:
 
     def _spread(
         self,
-        parts: Sequence[TensorPart],
+        parts: Sequence[DueTensor],
         owned: Sequence[int],
-        mine: Sequence[tuple[TensorPart, Tensor, dict[str, Tensor]]],
+        mine: Sequence[tuple[DueTensor, Tensor, dict[str, Tensor]]],
         words: Sequence[tuple[list[str], dict[str, Any]]],
     ) -> dict[tuple[int, int], Made]:
         """This rank's parts of all tensors, as their owners have made them."""

@@ -21,7 +21,7 @@ from gemini.optimizer.elementwise import MOST_TEMPORARIES
 from gemini.optimizer.several import SeveralUpdates
 from gemini.optimizer.shards import GradientFactors, Made
 from gemini.optimizer.update import ChunkUpdates, Due
-from gemini.optimizer.whole_tensor import TensorExchange, TensorPart
+from gemini.optimizer.whole_tensor import DueTensor, TensorExchange
 from gemini.placement.owners import owners, windows, work_of
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.grads import GradStore
@@ -104,9 +104,9 @@ class WholeChunkUpdates(ChunkUpdates):
         # Sent and received together, beside the whole tensors, and what the optimizer itself takes for one of them.
         return itemsize * (2 * fields * held + MOST_TEMPORARIES * largest)
 
-    def _read(self, chunk: Chunk, steps: bytes, gradient: Region | None) -> list[TensorPart]:
+    def _read(self, chunk: Chunk, steps: bytes, gradient: Region | None) -> list[DueTensor]:
         """This rank's parts of the tensors of a chunk that are due whole, on the device."""
-        found: list[TensorPart] = []
+        found: list[DueTensor] = []
         for batch in self._batches([super()._plan(chunk, steps, gradient, 0, reads=True)]):
             for each in batch:
                 state, view, region = each.state, each.weights, each.on_tier
