@@ -9,6 +9,17 @@ from optim.adam import CPUAdam, HybridAdam, hyperparameters
 from optim.clip import clip_coefficient, clip_grad_norm_
 from optim.cpu_extension import num_threads, set_num_threads
 from optim.dispatch import accumulate_sum_of_squares_, prepare, update_pieces
+from optim.formats import (
+    BF16,
+    EIGHT_BIT,
+    FORMATS,
+    FP32,
+    StateFormat,
+    StateLayout,
+    Stored,
+    format_named,
+    format_of_tensor,
+)
 from optim.master import absorb_edits_, join_master_, round_master_, split_master_, to_bfloat16_half_up
 from optim.norm import (
     NAN_LIMB,
@@ -40,6 +51,15 @@ __all__ = [
     "round_master_",
     "absorb_edits_",
     "HALF_DTYPES",
+    "StateFormat",
+    "StateLayout",
+    "Stored",
+    "FORMATS",
+    "FP32",
+    "BF16",
+    "EIGHT_BIT",
+    "format_named",
+    "format_of_tensor",
     "in_memory_order",
     "is_dense",
     "clip_coefficient",

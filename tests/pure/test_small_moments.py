@@ -9,7 +9,7 @@ from torch import Tensor
 
 from optim import AdamPiece, adam_scalars, cpu_adam, reference
 from optim.piece import BLOCK
-from optim.reference import dequantize_, dynamic_map, quantize_
+from optim.reference import dequantize_, dynamic_map
 from tests.pure.kernels import GRADS, LAYOUTS, LEVELS, copy_of, differing, make_piece, quantized, updated, with_moments
 
 SMALL = [torch.uint8, torch.bfloat16]
