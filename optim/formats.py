@@ -73,7 +73,7 @@ EIGHT_BIT = StateFormat("8bit", torch.uint8, has_scales=True)
 FORMATS = {each.name: each for each in (FP32, BF16, EIGHT_BIT)}
 
 LEAST_NUMEL = 4096
-"""Elements of the smallest tensor whose moments have 8 bits, as in bitsandbytes: of smaller ones there is little to save."""
+"""Elements of the smallest tensor whose moments have 8 bits, as in bitsandbytes: smaller ones have little to save."""
 
 
 def _is_signed(name: str) -> bool:
@@ -106,7 +106,7 @@ def checked_bits(bits: object) -> int | None:
     """`optim_bits` of a param group. Raises ValueError for anything but 8, 32 and None."""
     if bits is not None and (isinstance(bits, bool) or bits not in (8, 32)):
         raise ValueError(f"optim_bits must be 8, 32 or None, found {bits!r}")
-    return None if bits is None else int(bits)  # type: ignore[call-overload, no-any-return]
+    return None if bits is None else int(bits)
 
 
 class Part(NamedTuple):

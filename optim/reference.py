@@ -137,7 +137,7 @@ def dynamic_map(is_signed: bool) -> DynamicMap:
 
 
 def _decade(number: int, is_signed: bool) -> list[float]:
-    """The numbers in [0.1, 1] * 10**(number - 6): the middles of 2**number equal parts of it; twice as many unsigned."""
+    """The numbers in [0.1, 1] * 10**(number - 6): middles of 2**number equal parts of it; twice as many unsigned."""
     # Exact until they are rounded to fp32: torch's `linspace`, of which bitsandbytes makes them, has other last bits in
     # other versions.
     parts = 2**number if is_signed else 2 ** (number + 1)
