@@ -171,6 +171,10 @@ class StateLayout:
         """All of it is fp32."""
         return all(part.format is FP32 for part in self.parts)
 
+    def format_at(self, start: int) -> StateFormat:
+        """Of the element, which is a tensor's."""
+        return next(part.format for part in reversed(self.parts) if part.start <= start)
+
     def stored(self, flat: Tensor, start: int, numel: int) -> Iterator[Stored]:
         """Views of elements [start, start + numel) in `flat`, the memory of a state, part by part.
 

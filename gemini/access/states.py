@@ -35,7 +35,7 @@ from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.manager import ChunkManager, OptimizerPart
 from gemini.runtime.migrate import StateStore
 from gemini.runtime.step import Step
-from optim import StateLayout
+from optim import FP32, StateFormat, StateLayout, Stored
 from sharding import ALIGNMENT, ShardLayout, Unit, round_up
 
 
@@ -339,6 +339,24 @@ class StoredAccess(OptimizerAccess):
     def __init__(self, step: Step, chunk: Chunk, kept: StateStore, name: str, layout: StateLayout) -> None:
         super().__init__(step, chunk, kept, name)
         self._layout = layout
+
+    def format_of(self, managed: ManagedParameter) -> StateFormat:
+        """How the state of a parameter is stored, on whatever ranks. fp32 for one without elements here."""
+        for piece in managed.pieces:
+            return self._layout.format_at(piece.shard_start)
+        return FP32
+
+    def stored_in(self, contents: Sequence[Tensor], start: int, numel: int) -> Stored:
+        """(numel,) elements from `start` on, of one tensor, as they are stored. contents: as for `read_in`."""
+        (found,) = self._layout.stored(contents[0], start, numel)
+        return found
+
+    def fill_stored(self, managed: ManagedParameter, read_into: Callable[[int, Stored], None]) -> None:
+        """Set this rank's part of a parameter as it is stored. Local. read_into: as of `fill`."""
+        for piece in managed.pieces:
+            read_into(
+                piece.payload_start - managed.offset, self.stored_in([self._flat], piece.shard_start, piece.numel)
+            )
 
     def read_in(self, contents: Sequence[Tensor], start: int, numel: int) -> Tensor:
         return self._layout.read(contents[0], self._name, start, numel)

@@ -74,6 +74,9 @@ def plan(
     optim_states: Annotated[
         int, typer.Option(min=0, help="States per element of the optimizer: 2 for Adam, 0 for SGD, 1 with momentum.")
     ] = OPTIM_STATES,
+    optimizer: Annotated[
+        str | None, typer.Option(help="In place of --optim-states: adam, 8bit or bf16 (HybridAdam's moments), or sgd.")
+    ] = None,
     update_in_backward: Annotated[
         bool, typer.Option("--update-in-backward", help="Gradients take no memory: without clipping and micro-batches.")
     ] = False,
@@ -98,7 +101,7 @@ def plan(
         from gemini.cli.model import NotAModel, check_name, dtype_option, model_named
         from gemini.cli.question import A_FOLDER, Batch, described
         from gemini.cli.report import answer, as_json, show, show_remedies
-        from gemini.model.estimate import module_of
+        from gemini.model.estimate import module_of, states_per_element
         from gemini.settings import Settings
 
     try:
@@ -128,7 +131,8 @@ def plan(
         length = sequence_length or _length_of(module)
         each = Batch(batch, length, activation_checkpointing, experts_per_token, gradient_accumulation_steps)
         with working(console, "planning"):
-            found = answer(module, settings, cluster, each, optim_states)
+            states = optim_states if optimizer is None else states_per_element(module, optimizer)
+            found = answer(module, settings, cluster, each, states)
     except (NotAModel, ValueError, TypeError) as error:
         # rich reads brackets in a str, such as `list[int]` in a message, as markup. A Text is shown as it is.
         console.print(Text(str(error), "red"), soft_wrap=True)

@@ -222,7 +222,7 @@ class Question:
     workload: Workload
     gradient_bytes: int
     packed: Packed
-    optim_states: int = OPTIM_STATES
+    optim_states: float = OPTIM_STATES
 
     @property
     def activations(self) -> int | None:

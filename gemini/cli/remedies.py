@@ -299,7 +299,7 @@ def _least_bytes_at_rest(question: Question) -> int:
     trained = [weight for weight in weights if weight.trainable]
     # States have fp32 where weights have 16 bits: see `_chunk_demand` in gemini/placement/needs.py.
     states = sum(question.optim_states * weight.numel * max(4, weight.dtype.itemsize) for weight in trained)
-    return sum(map(_bytes_of, weights)) + sum(map(_bytes_of, trained)) + states
+    return sum(map(_bytes_of, weights)) + sum(map(_bytes_of, trained)) + int(states)
 
 
 def _more_device_memory(question: Question, needed: int, device: int) -> Iterator[Remedy]:

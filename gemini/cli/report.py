@@ -83,7 +83,7 @@ class Answer:
 
 
 def answer(
-    module: nn.Module, settings: Settings, cluster: Cluster, batch: Batch, optim_states: int = OPTIM_STATES
+    module: nn.Module, settings: Settings, cluster: Cluster, batch: Batch, optim_states: float = OPTIM_STATES
 ) -> Answer:
     """Plan for `module` and model its step. Local; nothing is allocated.
 
