@@ -16,7 +16,7 @@ from optim.formats import (
     FP32,
     StateFormat,
     StateLayout,
-    Stored,
+    StoredRun,
     format_named,
     format_of_tensor,
 )
@@ -53,7 +53,7 @@ __all__ = [
     "HALF_DTYPES",
     "StateFormat",
     "StateLayout",
-    "Stored",
+    "StoredRun",
     "FORMATS",
     "FP32",
     "BF16",

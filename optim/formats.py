@@ -109,7 +109,7 @@ def checked_bits(bits: object) -> int | None:
     return None if bits is None else int(bits)
 
 
-class Part(NamedTuple):
+class FormatRun(NamedTuple):
     """Elements [start, start + numel) of a shard that have one format."""
 
     start: int  # a multiple of BLOCK
@@ -124,7 +124,7 @@ class Part(NamedTuple):
         return -(-self.numel // BLOCK)
 
 
-class Stored(NamedTuple):
+class StoredRun(NamedTuple):
     """Elements of one part in the memory of a state: views."""
 
     start: int  # in the shard
@@ -141,14 +141,14 @@ class StateLayout:
     memory.
     """
 
-    parts: tuple[Part, ...]  # in order
+    parts: tuple[FormatRun, ...]  # in order
     scales_start: int  # bytes
     num_bytes: int  # alike on all ranks
 
     @staticmethod
     def of(runs: Iterable[tuple[int, int, StateFormat]], num_bytes: int = 0) -> StateLayout:
         """runs: (start, numel, format) of every tensor's elements in the shard. num_bytes: at least so many."""
-        parts: list[Part] = []
+        parts: list[FormatRun] = []
         data = scales = 0
         for start, numel, its in sorted(runs, key=lambda run: run[0]):
             if start % BLOCK:
@@ -159,7 +159,7 @@ class StateLayout:
                 data, scales = last.data_start, last.first_scale
                 parts[-1] = part = last._replace(numel=start + numel - last.start)
             else:
-                part = Part(start, numel, its, data, scales)
+                part = FormatRun(start, numel, its, data, scales)
                 parts.append(part)
             data += part.num_blocks * BLOCK * its.dtype.itemsize
             scales += part.num_blocks if its.has_scales else 0
@@ -175,7 +175,7 @@ class StateLayout:
         """Of the element, which is a tensor's."""
         return next(part.format for part in reversed(self.parts) if part.start <= start)
 
-    def stored(self, flat: Tensor, start: int, numel: int) -> Iterator[Stored]:
+    def stored(self, flat: Tensor, start: int, numel: int) -> Iterator[StoredRun]:
         """Views of elements [start, start + numel) in `flat`, the memory of a state, part by part.
 
         `start` is the first element of a block, or of a format without scales.
@@ -193,7 +193,7 @@ class StateLayout:
                 count = (before % BLOCK + end - first + BLOCK - 1) // BLOCK
                 at = self.scales_start + _SCALE_BYTES * number
                 scales = flat[at : at + _SCALE_BYTES * count].view(torch.float32)
-            yield Stored(first, part.format, elements, scales)
+            yield StoredRun(first, part.format, elements, scales)
 
     def read(self, flat: Tensor, name: str, start: int, numel: int) -> Tensor:
         """(numel,) fp32 elements from `start` on, any one of the shard; paddings are zeros."""

@@ -35,7 +35,7 @@ from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.manager import ChunkManager, OptimizerPart
 from gemini.runtime.migrate import StateStore
 from gemini.runtime.step import Step
-from optim import FP32, StateFormat, StateLayout, Stored
+from optim import FP32, StateFormat, StateLayout, StoredRun
 from sharding import ALIGNMENT, ShardLayout, Unit, round_up
 
 
@@ -346,12 +346,12 @@ class StoredAccess(OptimizerAccess):
             return self._layout.format_at(piece.shard_start)
         return FP32
 
-    def stored_in(self, contents: Sequence[Tensor], start: int, numel: int) -> Stored:
+    def stored_in(self, contents: Sequence[Tensor], start: int, numel: int) -> StoredRun:
         """(numel,) elements from `start` on, of one tensor, as they are stored. contents: as for `read_in`."""
         (found,) = self._layout.stored(contents[0], start, numel)
         return found
 
-    def fill_stored(self, managed: ManagedParameter, read_into: Callable[[int, Stored], None]) -> None:
+    def fill_stored(self, managed: ManagedParameter, read_into: Callable[[int, StoredRun], None]) -> None:
         """Set this rank's part of a parameter as it is stored. Local. read_into: as of `fill`."""
         for piece in managed.pieces:
             read_into(

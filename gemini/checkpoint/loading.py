@@ -46,7 +46,7 @@ from gemini.placement.demand import Tier
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.binding import round_as_master
 from gemini.runtime.chunk import Chunk, ManagedParameter
-from optim import EIGHT_BIT, HALF_DTYPES, Stored
+from optim import EIGHT_BIT, HALF_DTYPES, StoredRun
 from sharding import ALIGNMENT
 
 _SHOWN = 5  # names in an error
@@ -535,7 +535,7 @@ class _BytesReader:
         self._files = files
         self._name = name
 
-    def read_stored(self, start: int, out: Stored) -> None:
+    def read_stored(self, start: int, out: StoredRun) -> None:
         """Fill elements and scales from element `start` on."""
         self._reader.read_into(start, out.elements)
         assert out.scales is not None
