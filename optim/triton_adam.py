@@ -172,7 +172,7 @@ def adam_kernel(
         p, g, m, v = _load(weights, grads, exp_avgs, exp_avg_sqs, extras, i, None, LAYOUT, ABSORBS)
     else:
         p, g, m, v = _load(weights, grads, exp_avgs, exp_avg_sqs, extras, i, i < numel, LAYOUT, ABSORBS)
-    if MOMENT_DTYPE == tl.uint8:
+    if tl.uint8 == MOMENT_DTYPE:
         # A program has whole blocks of moments, but for the last one of a piece.
         ROWS: tl.constexpr = BLOCK // _MOMENT_BLOCK
         which = start // _MOMENT_BLOCK + tl.arange(0, ROWS)
@@ -181,7 +181,7 @@ def adam_kernel(
         second_scales = tl.load(row + 8).to(tl.pointer_type(tl.float32)) + which
         m = _of_bytes(m, tl.load(first_scales, mask=is_there, other=0.0), maps, i < numel, ROWS)
         v = _of_bytes(v, tl.load(second_scales, mask=is_there, other=0.0), maps + _MAP_NUMEL, i < numel, ROWS)
-    elif MOMENT_DTYPE == tl.int16:
+    elif tl.int16 == MOMENT_DTYPE:
         m = (m.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         v = (v.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
@@ -202,12 +202,12 @@ def adam_kernel(
         p = p - p * decay
     p = p - tl.div_rn(m * step_size, d)
 
-    if MOMENT_DTYPE == tl.uint8:
+    if tl.uint8 == MOMENT_DTYPE:
         m, scales = _to_bytes(tl.where(i < numel, m, 0.0), maps, True, ROWS, BLOCK)
         tl.store(first_scales, scales, mask=is_there)
         v, scales = _to_bytes(tl.where(i < numel, v, 0.0), maps + _MAP_NUMEL, False, ROWS, BLOCK)
         tl.store(second_scales, scales, mask=is_there)
-    elif MOMENT_DTYPE == tl.int16:
+    elif tl.int16 == MOMENT_DTYPE:
         m = _even_bits(m).to(tl.int16)
         v = _even_bits(v).to(tl.int16)
     if numel >= BLOCK:
