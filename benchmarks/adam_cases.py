@@ -152,7 +152,7 @@ def _torch_adds(memory: Memory, work: Work) -> None:
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
+    return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)  # bytes by four
 
 
 def _ours(memory: Memory, work: Work, num_threads: int) -> Iterator[_Call]:
@@ -183,7 +183,9 @@ def _torch_ways(memory: Memory, work: Work) -> Iterator[_Call]:
 
     Copies that are made afresh in every step cost page faults as well, copies that are kept 8 bytes a parameter.
     """
-    if work == ("whole", "fp32"):
+    if work.moments != "fp32":
+        return  # torch's kernels know no other moments
+    if work == Work("whole", "fp32"):
         yield "torch: fused", PEER, 28 * memory.numel, partial(_fused, memory, memory.weight, memory.grads["fp32"])
         yield "torch: AdamW(foreach)", PEER, 28 * memory.numel, _foreach(memory).step
         return

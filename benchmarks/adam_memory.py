@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.streams import GRANULE, Mode, Stream
-from optim.piece import AdamPiece
+from optim.piece import BLOCK, AdamPiece
+from optim.reference import quantize_
 
 LAYOUTS = ("split", "whole", "whole + half")
 GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -26,14 +27,18 @@ class Work(NamedTuple):
 
     layout: str
     grad: str
+    moments: str = "fp32"
 
     def __str__(self) -> str:
-        return f"{self.layout}, {self.grad} gradient"
+        its = "" if self.moments == "fp32" else f", moments of {self.moments}"
+        return f"{self.layout}, {self.grad} gradient{its}"
 
 
-ALL_WORK = tuple(Work(layout, grad) for layout in LAYOUTS for grad in GRADS)
+SMALL_WORK = tuple(Work("split", "bf16", moments) for moments in ("bf16", "8bit"))
+ALL_WORK = (*(Work(layout, grad) for layout in LAYOUTS for grad in GRADS), *SMALL_WORK)
 LEAST_BYTES = 26
-"""A parameter, of the leanest work: decides how many parameters outgrow the caches."""
+"""A parameter, of the leanest work with moments of fp32: decides how many parameters outgrow the caches."""
+PART_NUMEL = 2**22
 
 
 def numel_beyond_caches(cache_bytes: int) -> int:
@@ -47,7 +52,7 @@ def _granular(numel: int) -> int:
 
 @dataclass
 class Memory:
-    """32 bytes a parameter, and one buffer for the norm; all pages are there."""
+    """38 bytes a parameter, and one buffer for the norm; all pages are there."""
 
     numel: int
     weight: Tensor  # (numel,) fp32
@@ -56,6 +61,7 @@ class Memory:
     remainder: Tensor  # (numel,) int16
     exp_avg: Tensor  # (numel,) fp32
     exp_avg_sq: Tensor  # (numel,) fp32
+    small: dict[str, tuple[Tensor, ...]]  # moments of 16 and 8 bits, the latter with scales
     grads: dict[str, Tensor]  # (numel,) each
     temporaries: tuple[Tensor, Tensor]  # (numel,) fp32 each: what torch's ways cast weights and gradients to
     gradient_for_norm: Tensor  # bf16; its pairs are read as fp32 too
@@ -70,14 +76,22 @@ class Memory:
             return torch.empty(count, dtype=dtype).normal_(generator=generator)
 
         grad = normal(numel)
+        exp_avg, exp_avg_sq = grad * 0.1, grad.square() * 0.001
+        codes = [torch.empty(numel, dtype=torch.uint8) for _ in range(2)]
+        scales = [torch.empty(-(-numel // BLOCK)) for _ in range(2)]
+        for values, its, theirs, is_signed in zip((exp_avg, exp_avg_sq), codes, scales, (True, False), strict=True):
+            for start in range(0, numel, PART_NUMEL):
+                part, blocks = slice(start, start + PART_NUMEL), slice(start // BLOCK, (start + PART_NUMEL) // BLOCK)
+                quantize_(its[part], theirs[blocks], values[part], is_signed)
         return cls(
             numel=numel,
             weight=normal(numel),
             half=torch.empty(numel, dtype=torch.bfloat16).fill_(1.0),
             upper=normal(numel, torch.bfloat16),
             remainder=torch.empty(numel, dtype=torch.int16).fill_(1),
-            exp_avg=grad * 0.1,
-            exp_avg_sq=grad.square() * 0.001,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            small={"bf16": (exp_avg.bfloat16(), exp_avg_sq.bfloat16()), "8bit": (*codes, *scales)},
             grads={"fp32": grad, "bf16": grad.bfloat16()},
             temporaries=(normal(numel), normal(numel)),
             gradient_for_norm=normal(_granular(norm_bytes // 2), torch.bfloat16),
@@ -85,9 +99,10 @@ class Memory:
 
     def piece(self, work: Work) -> AdamPiece:
         """One piece over everything."""
-        common = (self.grads[work.grad], self.exp_avg, self.exp_avg_sq)
+        first, second, *scales = self.small.get(work.moments, (self.exp_avg, self.exp_avg_sq))
+        common = (self.grads[work.grad], first, second)
         if work.layout == "split":
-            return AdamPiece(self.upper, *common, remainder=self.remainder)
+            return AdamPiece(self.upper, *common, None, self.remainder, None, *scales)
         return AdamPiece(self.weight, *common, half=self.half if work.layout == "whole + half" else None)
 
     def streams(self, work: Work) -> list[Stream]:
@@ -96,8 +111,7 @@ class Memory:
         piece = self.piece(work)
         return [
             Stream(tensor, modes.get(name, Mode.READ_WRITE))
-            for name, tensor in zip(piece._fields, piece)
-            if tensor is not None
+            for name, tensor in piece.tensors.items()  # without scales, of which there is one for 256 elements
         ]
 
     def traffic_bytes(self, work: Work) -> int:

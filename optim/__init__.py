@@ -10,6 +10,17 @@ from optim.average import average_, exchange_
 from optim.clip import clip_coefficient, clip_grad_norm_
 from optim.cpu_extension import num_threads, set_num_threads
 from optim.dispatch import accumulate_sum_of_squares_, prepare, update_pieces
+from optim.formats import (
+    BF16,
+    EIGHT_BIT,
+    FORMATS,
+    FP32,
+    StateFormat,
+    StateLayout,
+    StoredRun,
+    format_named,
+    format_of_tensor,
+)
 from optim.master import absorb_edits_, join_master_, round_master_, split_master_, to_bfloat16_half_up
 from optim.norm import (
     NAN_LIMB,
@@ -43,6 +54,15 @@ __all__ = [
     "exchange_",
     "absorb_edits_",
     "HALF_DTYPES",
+    "StateFormat",
+    "StateLayout",
+    "StoredRun",
+    "FORMATS",
+    "FP32",
+    "BF16",
+    "EIGHT_BIT",
+    "format_named",
+    "format_of_tensor",
     "in_memory_order",
     "is_dense",
     "clip_coefficient",

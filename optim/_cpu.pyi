@@ -1,7 +1,8 @@
 def levels() -> list[str]: ...
 def adam(
-    pieces: list[tuple[int, int, int, int, int, int, int, int, int]],
+    pieces: list[tuple[int, ...]],
     scalars: tuple[float, ...],
+    maps: tuple[tuple[int, tuple[float, ...]], ...],
     num_threads: int,
     level: str,
 ) -> None: ...

@@ -1,9 +1,9 @@
 """`HybridAdam` and `CPUAdam`: Adam and AdamW as ordinary optimizers, in the order of `optim.reference`.
 
 The state of a parameter has torch's format (`step`, `exp_avg`, `exp_avg_sq`), so state dicts can be exchanged with
-`torch.optim.AdamW` and `Adam`. Moments are always fp32. A bf16 or fp16 parameter has a further state, its fp32
-`master`. It is copied from the parameter at the first update; each update changes the master and rounds it into the
-parameter (see `optim.master`).
+`torch.optim.AdamW` and `Adam`. A bf16 or fp16 parameter has a further state, its fp32 `master`. It is copied from the
+parameter at the first update; each update changes the master and rounds it into the parameter (see `optim.master`).
+Moments are fp32 unless `state_dtype` says otherwise (see `optim.formats`); state dicts have them in fp32 in any case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from optim.dispatch import update_pieces
-from optim.piece import HALF_DTYPES, AdamPiece, adam_scalars
+from optim.formats import FORMATS, FP32, StateFormat, checked_bits, format_named, format_of_tensor
+from optim.piece import BLOCK, HALF_DTYPES, AdamPiece, adam_scalars
 
 # -- Adam's hyperparameters: their valid values, and the errors for others.
 #
@@ -47,6 +48,7 @@ def hyperparameters(group: Mapping[str, Any]) -> AdamHyperparameters:
     # Groups of torch's optimizers have the key, and so may those of a state dict.
     if group.get("amsgrad"):
         raise ValueError("amsgrad must be False, found True: the maximum of past second moments is not kept")
+    checked_bits(group.get("optim_bits"))
     beta1, beta2 = _pair(group["betas"])
     return AdamHyperparameters(
         lr=_number("lr", group["lr"]),
@@ -107,13 +109,14 @@ def _real(value: object) -> float | None:
 # -- `HybridAdam` and `CPUAdam`: Adam and AdamW as ordinary optimizers, in the order of `optim.reference`.
 #
 # The state of a parameter has torch's format (`step`, `exp_avg`, `exp_avg_sq`), so state dicts can be exchanged with
-# `torch.optim.AdamW` and `Adam`. Moments are always fp32. A bf16 or fp16 parameter has a further state, its fp32
+# `torch.optim.AdamW` and `Adam`. A bf16 or fp16 parameter has a further state, its fp32
 # `master`. It is copied from the parameter at the first update; each update changes the master and rounds it into the
 # parameter (see `optim.master`).
 
 
 FP32_STATES = ("exp_avg", "exp_avg_sq", "master")
-ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "adamw_mode", "bias_correction", "maximize")
+ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "adamw_mode", "bias_correction", "maximize", "state_dtype")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 ON_DISK = ("nvme_offload_fraction", "nvme_offload_dir")
 """Colossal-AI's arguments for a `ShardedOptimizer` whose states rest on a disk."""
 
@@ -134,6 +137,10 @@ class HybridAdam(Optimizer):
         adamw_mode: True decouples the weight decay (AdamW); False adds it to the gradient (Adam with L2).
         bias_correction: whether moments are corrected for their start at zero.
         maximize: whether to ascend.
+        state_dtype: of both moments: None or torch.float32; torch.bfloat16, rounded to nearest even; or "8bit", of
+            tensors of at least 4,096 elements (blockwise dynamic quantisation). The last two are approximations, and
+            the same bits wherever states rest. A param group's `optim_bits` (8 or 32) overrides it for its tensors. A
+            `ShardedOptimizer` keeps embeddings in 32 bits whose group says nothing; here no module is known.
         nvme_offload_fraction: of masters and moments, on the disk; Colossal-AI's name. A sharded model rests there as
             after `ShardedModel(..., disk_path=, disk_optim_frac=)`. A plain model's states stay where they are.
         nvme_offload_dir: the folder for it.
@@ -156,6 +163,7 @@ class HybridAdam(Optimizer):
         adamw_mode: bool = True,
         bias_correction: bool = True,
         maximize: bool = False,
+        state_dtype: str | torch.dtype | None = None,
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: str | None = None,
         **unknown: object,
@@ -166,6 +174,7 @@ class HybridAdam(Optimizer):
             raise ValueError(f"nvme_offload_fraction must be a number from 0 to 1, found {nvme_offload_fraction!r}")
         if fraction and nvme_offload_dir is None:
             raise ValueError(f"nvme_offload_fraction={fraction:g} needs nvme_offload_dir=, a folder on a local disk")
+        self.state_format: StateFormat = FP32 if state_dtype is None else format_named(state_dtype)
         self.nvme_offload_fraction, self.nvme_offload_dir = fraction, nvme_offload_dir
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"adamw_mode": adamw_mode, "bias_correction": bias_correction, "maximize": maximize}
@@ -195,18 +204,18 @@ class HybridAdam(Optimizer):
                 loss = closure()
         # Hyperparameters of every group are read and checked here, once a group and before any parameter changes.
         plan = [
-            (parameter, arguments)
+            (parameter, arguments, group.get("optim_bits"))
             for group in self.param_groups
             for arguments in (hyperparameters(group),)
             for parameter in group["params"]
             if parameter.grad is not None
         ]
         # Check all parameters before any of them is changed.
-        for parameter, _ in plan:
+        for parameter, *_ in plan:
             self._check(parameter)
         # One launch for consecutive parameters with the same step count and hyperparameters.
-        updates = [self._prepare(parameter) for parameter, _ in plan]
-        numbered = zip(updates, [arguments for _, arguments in plan], strict=True)
+        updates = [self._prepare(parameter, bits) for parameter, _, bits in plan]
+        numbered = zip(updates, [arguments for _, arguments, _ in plan], strict=True)
         # Step counts differ within a group if a parameter had no gradient in some steps. `groupby` joins neighbours
         # only, so parameters stay in order.
         for (number, group), members in groupby(numbered, lambda pair: (int(pair[0].state["step"]) + 1, pair[1])):
@@ -228,14 +237,14 @@ class HybridAdam(Optimizer):
                 f"found {parameter.dtype} of shape {tuple(parameter.shape)}"
             )
 
-    def _prepare(self, parameter: Tensor) -> _Update:
+    def _prepare(self, parameter: Tensor, bits: object) -> _Update:
         state = self.state[parameter]
         if "step" not in state:
             # On the CPU, where torch keeps it by default too: the host reads it at every step, and waits for no device.
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name not in state:
-                state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        its = format_of_tensor(self.state_format, bits, parameter.numel(), is_embedding=False)
+        for name in MOMENTS:
+            _keep_in(its, state, name, parameter)
         is_half = parameter.dtype in HALF_DTYPES
         if is_half and "master" not in state:
             # Contiguous, because the update works on flat views of it.
@@ -244,24 +253,32 @@ class HybridAdam(Optimizer):
         updated += [parameter] if is_half else []
         weight, exp_avg, exp_avg_sq, *half = flats = [_flat(tensor) for tensor in updated]
         assert parameter.grad is not None
-        piece = AdamPiece(weight, _flat(parameter.grad), exp_avg, exp_avg_sq, half[0] if half else None)
+        scales = (state.get(f"{name}_scale") for name in MOMENTS)
+        piece = AdamPiece(
+            weight, _flat(parameter.grad), exp_avg, exp_avg_sq, half[0] if half else None, None, None, *scales
+        )
         piece.check()
         return _Update(state, piece, list(zip(updated, flats, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the format of `torch.optim.AdamW`. Local.
+        """The state in the format of `torch.optim.AdamW`, moments in fp32. Local.
 
         `decoupled_weight_decay` tells `torch.optim.Adam` whether the state is of Adam or AdamW.
 
         Raises nothing of its own.
         """
         state = super().state_dict()
+        for number, entry in state["state"].items():
+            if any(entry[name].dtype is not torch.float32 for name in MOMENTS if name in entry):
+                state["state"][number] = _in_fp32(entry)
         for group in state["param_groups"]:
             group["decoupled_weight_decay"] = group["adamw_mode"]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set all state from `state_dict`. States of half-precision parameters stay fp32. Local.
+
+        The next step rounds moments to `state_dtype`: to the same bytes, if they were saved with it.
 
         State dicts of `torch.optim.AdamW` and `Adam` are accepted too. Raises ValueError for one with `amsgrad`, or
         with other param groups.
@@ -285,6 +302,8 @@ class HybridAdam(Optimizer):
             # State dicts of old versions of torch have a plain number here.
             step = saved["step"]
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+        for name in MOMENTS:
+            state.pop(f"{name}_scale", None)
         for name in FP32_STATES:
             if name in saved:
                 # A copy in any case: the state dict may refer to the live state of another optimizer.
@@ -326,6 +345,36 @@ class CPUAdam(HybridAdam):
                 f"CPUAdam updates parameters on the CPU, found one of shape {tuple(parameter.shape)} "
                 f"on {parameter.device}; use HybridAdam"
             )
+
+
+def _keep_in(its: StateFormat, state: dict[str, Any], name: str, parameter: Tensor) -> None:
+    """Have the moment of a plain parameter in this format: made of zeros, or of what a state dict has loaded."""
+    stored = state.get(name)
+    if stored is not None and stored.dtype is its.dtype:
+        return
+    fresh = torch.zeros(parameter.shape, dtype=its.dtype, device=parameter.device)
+    scales = None
+    if its.has_scales:
+        scales = torch.zeros(-(-parameter.numel() // BLOCK), dtype=torch.float32, device=parameter.device)
+    if stored is not None:
+        its.write(fresh.view(-1), scales, name, _wide(state, name).view(-1))
+    state.pop(f"{name}_scale", None)
+    state[name] = fresh
+    if scales is not None:
+        state[f"{name}_scale"] = scales
+
+
+def _wide(state: dict[str, Any], name: str) -> Tensor:
+    """A moment in fp32."""
+    stored = state[name]
+    its = next(each for each in FORMATS.values() if each.dtype is stored.dtype)
+    return its.read(_flat(stored), state.get(f"{name}_scale"), name).view(stored.shape)
+
+
+def _in_fp32(entry: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's entry of a state dict, as torch has it."""
+    wide = {name: _wide(entry, name) for name in MOMENTS if name in entry}
+    return {name: value for name, value in (entry | wide).items() if not name.endswith("_scale")}
 
 
 class _Update(NamedTuple):

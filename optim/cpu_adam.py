@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 from optim import cpu_extension
 from optim.cpu_extension import extension, levels
-from optim.piece import AdamPiece, AdamScalars
+from optim.piece import BLOCK, AdamPiece, AdamScalars
+from optim.reference import dynamic_map
 
 _GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers in csrc/adam.h
 _LAYOUTS = ("whole", "whole, bf16", "whole, fp16", "split")  # in the order of csrc/adam.h
+_MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # likewise
 
 
 def is_available() -> bool:
@@ -34,24 +37,40 @@ def update(
     # All pieces go to the kernel in one call, which divides their elements over its threads as one range.
     raw = [row for piece in pieces if piece.weight.numel() for row in _rows(piece)]
     if raw:
-        module.adam(raw, tuple(scalars), num_threads or cpu_extension.num_threads(), level or levels()[0])
+        module.adam(raw, tuple(scalars), _maps(), num_threads or cpu_extension.num_threads(), level or levels()[0])
+
+
+@cache
+def _maps() -> tuple[tuple[int, tuple[float, ...]], ...]:
+    """The maps of 8-bit moments, whose entries are kept for ever."""
+    maps = [dynamic_map(is_signed) for is_signed in (True, False)]
+    return tuple(
+        (its.entries.data_ptr(), (*its.borders, *its.powers, *its.sizes, float(its.first), float(its.top)))
+        for its in maps
+    )
 
 
 def _rows(piece: AdamPiece) -> list[tuple[int, ...]]:
     if piece.weight.device.type != "cpu":
         raise ValueError(f"weight must be in host memory, found {piece.weight.device}")
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in piece[:6]]
-    kinds = _GRAD_TYPES[piece.grad.dtype], _LAYOUTS.index(piece.layout)
-    whole, spans = (*addresses, piece.weight.numel(), *kinds), piece.spans
+    kinds = _GRAD_TYPES[piece.grad.dtype], _LAYOUTS.index(piece.layout), _MOMENTS[piece.exp_avg.dtype]
+    scales = [0 if tensor is None else tensor.data_ptr() for tensor in (piece.exp_avg_scale, piece.exp_avg_sq_scale)]
+    whole, spans = (*addresses, piece.weight.numel(), *kinds, *scales), piece.spans
     if spans is None:
         return [whole]
 
     def cut() -> list[tuple[int, ...]]:
         # The address of an absent tensor is 0 and stays 0, because its size is 0. Behind the six addresses `whole` has
-        # the number of elements, which the span's replaces, the gradient's type and the layout.
+        # the number of elements, which the span's replaces, what the piece's tensors are, and the addresses of scales.
         sizes = [0 if tensor is None else tensor.itemsize for tensor in piece[:6]]
         return [
-            (*(address + start * size for address, size in zip(whole, sizes, strict=False)), numel, *whole[7:])
+            (
+                *(address + start * size for address, size in zip(whole, sizes, strict=False)),
+                numel,
+                *kinds,
+                *(each and each + start // BLOCK * 4 for each in scales),
+            )
             for start, numel in spans
         ]
 

@@ -172,7 +172,10 @@ class Spans:
 # `weight` is bf16, the upper half of the master, and `remainder` is its lower half, int16 (see `optim.master`).
 
 
+BLOCK = 256
+"""Elements of a block, which shares the scale of its 8-bit moments. Every tensor starts with a block of its own."""
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -187,20 +190,29 @@ class AdamPiece(NamedTuple):
     grad: Tensor
     """fp32, bf16 or fp16; only read."""
     exp_avg: Tensor
-    """fp32; updated."""
+    """fp32, bf16, or uint8 beside scales; updated."""
     exp_avg_sq: Tensor
-    """fp32; updated."""
+    """Of the same dtype; updated."""
     half: Tensor | None = None
     """bf16 or fp16 copy of an fp32 `weight`; written."""
     remainder: Tensor | None = None
     """int16, beside a bf16 `weight`; updated."""
     spans: Spans | None = None
     """The elements that are updated; None: all of them."""
+    exp_avg_scale: Tensor | None = None
+    """(blocks,) fp32, beside uint8 moments: of each `BLOCK` elements from the first on; updated."""
+    exp_avg_sq_scale: Tensor | None = None
+    """Likewise."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are given, by name."""
-        return {name: value for name, value in zip(self._fields, self, strict=True) if isinstance(value, Tensor)}
+        """The tensors of (numel,) that are given, by name."""
+        return {name: value for name, value in zip(self._fields[:6], self[:6], strict=True) if value is not None}
+
+    @property
+    def is_blockwise(self) -> bool:
+        """Whether its moments have 8 bits, with a scale for each block."""
+        return self.exp_avg_scale is not None
 
     def parts(self) -> list[AdamPiece]:
         """The piece itself, or one for each of its spans."""
@@ -219,6 +231,11 @@ class AdamPiece(NamedTuple):
     def narrow(self, start: int, length: int) -> AdamPiece:
         """Elements [start, start + length), as views."""
         parts = {name: tensor.detach().narrow(0, start, length) for name, tensor in self.tensors.items()}
+        if self.exp_avg_scale is not None and self.exp_avg_sq_scale is not None:
+            if start % BLOCK:
+                raise ValueError(f"8-bit moments are cut at multiples of {BLOCK} elements, found {start}")
+            blocks = slice(start // BLOCK, -(-(start + length) // BLOCK))
+            parts |= {"exp_avg_scale": self.exp_avg_scale[blocks], "exp_avg_sq_scale": self.exp_avg_sq_scale[blocks]}
         spans = None if self.spans is None else self.spans.within(start, start + length)
         return AdamPiece(**{**self._asdict(), **parts, "spans": spans})
 
@@ -229,11 +246,25 @@ class AdamPiece(NamedTuple):
         fp32 = (torch.float32,)
         weight = fp32 if self.remainder is None else (torch.bfloat16,)
         allowed = {"weight": weight, "grad": GRAD_DTYPES, "half": HALF_DTYPES, "remainder": (torch.int16,)}
+        allowed |= {"exp_avg": MOMENT_DTYPES, "exp_avg_sq": (self.exp_avg.dtype,)}
         for name, tensor in self.tensors.items():
             _check_tensor(name, tensor, self.weight, allowed.get(name, fp32))
+        self._check_scales()
         self._check_overlap()
         if self.spans is not None and self.spans.end > self.weight.numel():
             raise ValueError(f"spans end at {self.spans.end}, weight has {self.weight.numel()} elements")
+
+    def _check_scales(self) -> None:
+        scales = {"exp_avg_scale": self.exp_avg_scale, "exp_avg_sq_scale": self.exp_avg_sq_scale}
+        for name, scale in scales.items():
+            if (scale is not None) != (self.exp_avg.dtype is torch.uint8):
+                raise ValueError(f"{name} must be given with uint8 moments, and with no others: {self.exp_avg.dtype}")
+            num_blocks = -(-self.weight.numel() // BLOCK)
+            if scale is not None:
+                _check_tensor(name, scale, self.weight, (torch.float32,), num_blocks)
+        # A span that began inside a block would give the elements before it another scale.
+        if self.is_blockwise and self.spans is not None and any(start % BLOCK for start in self.spans.starts):
+            raise ValueError(f"spans over 8-bit moments start at multiples of {BLOCK} elements")
 
     def _check_overlap(self) -> None:
         # Kernels read element i of the gradient before they write element i of the copy. So the same address and width
@@ -247,12 +278,15 @@ class AdamPiece(NamedTuple):
                 raise ValueError(f"{name} and {other} share memory: an update would read what it has written")
 
 
-def _check_tensor(name: str, tensor: Tensor, weight: Tensor, allowed: Sequence[torch.dtype]) -> None:
+def _check_tensor(
+    name: str, tensor: Tensor, weight: Tensor, allowed: Sequence[torch.dtype], numel: int | None = None
+) -> None:
+    numel = weight.numel() if numel is None else numel
     if tensor.layout != torch.strided or tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"{name} must be 1-D and contiguous, found {tensor.layout} of shape {tuple(tensor.shape)}")
-    if tensor.numel() != weight.numel() or tensor.device != weight.device:
+    if tensor.numel() != numel or tensor.device != weight.device:
         raise ValueError(
-            f"{name} must match weight ({weight.numel()} elements on {weight.device}), "
+            f"{name} must match weight ({numel} elements on {weight.device}), "
             f"found {tensor.numel()} elements on {tensor.device}"
         )
     if tensor.dtype not in allowed:

@@ -7,6 +7,7 @@ the reference leaves out are left out here by compile-time flags.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -14,7 +15,8 @@ import triton
 import triton.language as tl
 
 from optim.master import BF16_NAN_BITS
-from optim.piece import AdamPiece, AdamScalars
+from optim.piece import BLOCK, AdamPiece, AdamScalars
+from optim.reference import PLACE_FACTOR, TENTH, dynamic_map
 
 BLOCK_NUMEL = 1024
 """Elements of one program: four per thread, 16 bytes of fp32. With eight, Triton gives 16-bit tensors another layout,
@@ -24,13 +26,22 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 ALIGNMENT_BYTES = 16
 """Alignment that all pointers need for the widest loads. Views at other addresses use narrower ones."""
 
-_COLUMNS = tl.constexpr(7)  # of the table: first block, numel, then the pointers of an AdamPiece's tensors
+# Of the table: first block, numel, then the pointers of an AdamPiece's tensors, and of the scales of its moments.
+_COLUMNS = tl.constexpr(9)
 _NAN_BITS = tl.constexpr(BF16_NAN_BITS)
 
-_Variant: TypeAlias = tuple[torch.dtype, str]  # of the gradient; the layout
+_MOMENT_BLOCK = tl.constexpr(BLOCK)
+_MAP_NUMEL = tl.constexpr(256 + 8 + 7 + 7 + 2)  # of `_maps`
+_NUM_DECADES = tl.constexpr(7)
+_TENTH = tl.constexpr(TENTH)
+_PLACE_FACTOR = tl.constexpr(PLACE_FACTOR)
+_LARGEST_PLACE = tl.constexpr(2.0 - 2.0**-23)
+
+_Variant: TypeAlias = tuple[torch.dtype, str, torch.dtype]  # of the gradient; the layout; of the moments
 
 # bf16 is read as its bits, the upper half of an fp32
 _GRAD_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.float16: tl.float16}
+_MOMENT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.uint8: tl.uint8}
 
 
 def update(pieces: Sequence[AdamPiece], scalars: AdamScalars, absorbs: bool = False) -> None:
@@ -47,10 +58,18 @@ def update(pieces: Sequence[AdamPiece], scalars: AdamScalars, absorbs: bool = Fa
         if piece.weight.device != pieces[0].weight.device:
             raise ValueError(f"pieces must be on one device: {pieces[0].weight.device} and {piece.weight.device}")
         if piece.weight.numel():
-            groups.setdefault((piece.grad.dtype, piece.layout), []).append(piece)
+            groups.setdefault((piece.grad.dtype, piece.layout, piece.exp_avg.dtype), []).append(piece)
     # A variant is compiled into the kernel, so pieces of different variants cannot share a launch.
     for variant, group in groups.items():
         _launch(group, variant, scalars, absorbs)
+
+
+@cache
+def _maps(device: torch.device) -> torch.Tensor:
+    """(2, 280) fp32: of each map of 8-bit moments the entries, borders, powers, sizes, first and top."""
+    maps = [dynamic_map(is_signed) for is_signed in (True, False)]
+    rows = [(*its.entries.tolist(), *its.borders, *its.powers, *its.sizes, its.first, its.top) for its in maps]
+    return torch.tensor(rows, dtype=torch.float32, device="cpu").to(device)
 
 
 def flags(scalars: AdamScalars) -> dict[str, bool]:
@@ -71,15 +90,16 @@ def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars
         tensors = (*piece[:4], piece.remainder if piece.half is None else piece.half)
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         sizes = [0 if tensor is None else tensor.itemsize for tensor in tensors]
+        scales = [0 if its is None else its.data_ptr() for its in (piece.exp_avg_scale, piece.exp_avg_sq_scale)]
         for start, numel in ((0, piece.weight.numel()),) if piece.spans is None else piece.spans:
             shifted = [pointer + start * size for pointer, size in zip(pointers, sizes, strict=True)]
-            rows.append((num_blocks, numel, *shifted))
+            rows.append((num_blocks, numel, *shifted, *(each + start // BLOCK * 4 for each in scales)))
             num_blocks += -(-numel // BLOCK_NUMEL)
             for pointer in shifted:
                 # A low bit that is set in one pointer is set in the union, which is thus aligned only if all pointers
                 # are.
                 pointer_bits |= pointer
-    grad_dtype, its_layout = variant
+    grad_dtype, its_layout, moment_dtype = variant
     device = pieces[0].weight.device
     on_gpu = device.type == "cuda"  # else the interpreter's
     # Pinned, so that the copy waits for nothing; torch keeps the memory until the copy is done.
@@ -89,8 +109,10 @@ def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars
         adam_kernel[(num_blocks,)](
             table,
             len(rows),
+            _maps(device),
             *scalars,
             GRAD_DTYPE=_GRAD_DTYPES[grad_dtype],
+            MOMENT_DTYPE=_MOMENT_DTYPES[moment_dtype],
             LAYOUT=its_layout,
             **flags(scalars),
             ABSORBS=absorbs,
@@ -103,8 +125,9 @@ def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars
 # Triton would compile the kernel once more for a list of one piece, and for lengths that 16 divides.
 @triton.jit(do_not_specialize=["num_pieces"])
 def adam_kernel(
-    table: tl.tensor,  # (num_pieces, 7) int64
+    table: tl.tensor,  # (num_pieces, 9) int64
     num_pieces: tl.tensor,
+    maps: tl.tensor,  # (2, 280), see `_maps`
     grad_scale: tl.tensor,
     clip: tl.tensor,
     beta1: tl.tensor,
@@ -117,6 +140,7 @@ def adam_kernel(
     l2: tl.tensor,
     decay: tl.tensor,
     GRAD_DTYPE: tl.constexpr,
+    MOMENT_DTYPE: tl.constexpr,
     LAYOUT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_CLIP: tl.constexpr,
@@ -138,8 +162,8 @@ def adam_kernel(
     EXTRA_DTYPE: tl.constexpr = tl.float16 if LAYOUT == "whole, fp16" else tl.int16
     weights = _pointer(row + 2, MASTER_DTYPE, ALIGNED) + start
     grads = _pointer(row + 3, GRAD_DTYPE, ALIGNED) + start
-    exp_avgs = _pointer(row + 4, tl.float32, ALIGNED) + start
-    exp_avg_sqs = _pointer(row + 5, tl.float32, ALIGNED) + start
+    exp_avgs = _pointer(row + 4, MOMENT_DTYPE, ALIGNED) + start
+    exp_avg_sqs = _pointer(row + 5, MOMENT_DTYPE, ALIGNED) + start
     extras = _pointer(row + 6, EXTRA_DTYPE, ALIGNED) + start
 
     i = tl.arange(0, BLOCK)
@@ -148,6 +172,18 @@ def adam_kernel(
         p, g, m, v = _load(weights, grads, exp_avgs, exp_avg_sqs, extras, i, None, LAYOUT, ABSORBS)
     else:
         p, g, m, v = _load(weights, grads, exp_avgs, exp_avg_sqs, extras, i, i < numel, LAYOUT, ABSORBS)
+    if tl.uint8 == MOMENT_DTYPE:
+        # A program has whole blocks of moments, but for the last one of a piece.
+        ROWS: tl.constexpr = BLOCK // _MOMENT_BLOCK
+        which = start // _MOMENT_BLOCK + tl.arange(0, ROWS)
+        is_there = tl.arange(0, ROWS) * _MOMENT_BLOCK < numel
+        first_scales = tl.load(row + 7).to(tl.pointer_type(tl.float32)) + which
+        second_scales = tl.load(row + 8).to(tl.pointer_type(tl.float32)) + which
+        m = _of_bytes(m, tl.load(first_scales, mask=is_there, other=0.0), maps, i < numel, ROWS)
+        v = _of_bytes(v, tl.load(second_scales, mask=is_there, other=0.0), maps + _MAP_NUMEL, i < numel, ROWS)
+    elif tl.int16 == MOMENT_DTYPE:
+        m = (m.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        v = (v.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
     if HAS_SCALE:
         g = g * grad_scale
@@ -166,6 +202,14 @@ def adam_kernel(
         p = p - p * decay
     p = p - tl.div_rn(m * step_size, d)
 
+    if tl.uint8 == MOMENT_DTYPE:
+        m, scales = _to_bytes(tl.where(i < numel, m, 0.0), maps, True, ROWS, BLOCK)
+        tl.store(first_scales, scales, mask=is_there)
+        v, scales = _to_bytes(tl.where(i < numel, v, 0.0), maps + _MAP_NUMEL, False, ROWS, BLOCK)
+        tl.store(second_scales, scales, mask=is_there)
+    elif tl.int16 == MOMENT_DTYPE:
+        m = _even_bits(m).to(tl.int16)
+        v = _even_bits(v).to(tl.int16)
     if numel >= BLOCK:
         _store(weights, exp_avgs, exp_avg_sqs, extras, i, None, p, m, v, LAYOUT)
     else:
@@ -208,7 +252,7 @@ def _load(
     LAYOUT: tl.constexpr,
     ABSORBS: tl.constexpr,
 ) -> tl.tensor:
-    """Load master, gradient and moments as fp32."""
+    """Load master and gradient as fp32, and moments as they are stored."""
     p = tl.load(weights + i, mask=mask)
     if LAYOUT == "split":
         # As in `optim.master`, the extended sign of the int16 is pushed out by the shift.
@@ -238,6 +282,62 @@ def _load(
 def _rounded_bits(p: tl.tensor) -> tl.tensor:
     """The bits of fp32 values as bf16, half up, see `optim.master`; int32."""
     return tl.where(p != p, _NAN_BITS, (p.to(tl.int32, bitcast=True) + 0x8000) >> 16)
+
+
+@triton.jit
+def _even_bits(x: tl.tensor) -> tl.tensor:
+    """The bits of fp32 values as bf16, to nearest even; int32."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x != x, _NAN_BITS, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+
+@triton.jit
+def _of_bytes(codes: tl.tensor, scales: tl.tensor, its: tl.tensor, mask: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """What bytes mean: `dequantize_` of optim/reference.py, for ROWS blocks."""
+    # Addresses behind the mask's end would be any.
+    entries = tl.load(its + tl.where(mask, codes, 0).to(tl.int32))
+    blocks = tl.reshape(entries, (ROWS, _MOMENT_BLOCK)) * scales[:, None]
+    return tl.reshape(blocks, (ROWS * _MOMENT_BLOCK,))
+
+
+@triton.jit
+def _to_bytes(
+    x: tl.tensor, its: tl.tensor, IS_SIGNED: tl.constexpr, ROWS: tl.constexpr, NUMEL: tl.constexpr
+) -> tl.tensor:
+    """Bytes, (NUMEL,), and scales, (ROWS,): `quantize_` of optim/reference.py."""
+    blocks = tl.reshape(x, (ROWS, _MOMENT_BLOCK))
+    bits = blocks.to(tl.int32, bitcast=True)
+    magnitudes = bits & 0x7FFFFFFF
+    largest = tl.max(magnitudes, axis=1)
+    is_positive = tl.max(((magnitudes == largest[:, None]) & (bits >= 0)).to(tl.int32), axis=1)
+    is_bad = largest >= 0x7F800000
+    size = largest.to(tl.float32, bitcast=True)
+    scales = tl.where((is_positive != 0) | (largest == 0), size, -size)
+    factor = tl.where(size < 2.0**-64, 2.0**64, 1.0)
+    divisor = tl.where((largest == 0) | is_bad, 1.0, scales * factor)
+    inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), divisor)
+    values = tl.where(is_bad[:, None], 0.0, (blocks * factor[:, None]) * inverse[:, None])
+    y = values
+    if IS_SIGNED:
+        y = tl.abs(values)
+    # The columns of a map: entries, borders, powers, sizes, first, top.
+    power = tl.full((ROWS, _MOMENT_BLOCK), 0.0, tl.float32) + tl.load(its + 264)
+    width = tl.full((ROWS, _MOMENT_BLOCK), 0.0, tl.float32) + tl.load(its + 271)
+    for number in tl.static_range(1, _NUM_DECADES):
+        is_above = y > tl.load(its + 256 + number)
+        power = tl.where(is_above, tl.load(its + 264 + number), power)
+        width = tl.where(is_above, tl.load(its + 271 + number), width)
+    place = (y * power - _TENTH) * _PLACE_FACTOR + 1.0
+    place = tl.where(place > 1.0, place, 1.0)
+    place = tl.where(place < _LARGEST_PLACE, place, _LARGEST_PLACE)
+    index = (place * width).to(tl.int32) - tl.load(its + 278).to(tl.int32)
+    index = tl.where(y > tl.load(its + 256), index, 0)
+    index = tl.where(y > tl.load(its + 263), tl.load(its + 279).to(tl.int32), index)
+    if IS_SIGNED:
+        index = tl.where(values < 0.0, tl.maximum(127 - index, 0), 127 + index) ^ 127
+    index = tl.where(is_bad[:, None], 0, index)
+    scales = tl.where(is_bad, float("nan"), scales)
+    return tl.reshape(index, (NUMEL,)).to(tl.uint8), scales
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from optim import AdamPiece, absorb_edits_, adam_scalars, norm, reference, round_master_, triton_adam, triton_norm
 from optim.master import join_master_, split_master_
-from optim.piece import GRAD_DTYPES
+from optim.piece import BLOCK, GRAD_DTYPES, Spans
 
 Case = Callable[[torch.device], None]
 
@@ -168,6 +168,48 @@ def edited_weights(device: torch.device, *, layout: str) -> None:
         trial.check(ADAM)
 
 
+def small_moments(device: torch.device, *, layout: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Moments of 8 or 16 bits, whole pieces and spans of one: one launch, the bits of the reference."""
+    pieces = []
+    for seed, numel in enumerate((1, 0, 1025, 257, 5 * triton_adam.BLOCK_NUMEL)):
+        weight, grad, exp_avg, exp_avg_sq = (values(numel, 10 * seed + i) for i in range(4))
+        # Ordinary values first: a block with a special one is NaN as a whole.
+        grad = torch.where(grad.abs() < 1e4, grad, 1.0) if seed != 3 else grad
+        half = remainder = None
+        if layout == "split":
+            master, weight = weight, torch.empty(numel, dtype=torch.bfloat16)
+            remainder = torch.empty(numel, dtype=torch.int16)
+            split_master_(weight, remainder, master)
+        elif layout != "whole":
+            half = torch.zeros(numel, dtype=torch.bfloat16 if layout == "whole, bf16" else torch.float16)
+        moments, scales = [], []
+        for its, is_signed in ((exp_avg * 0.1, True), (exp_avg_sq.abs(), False)):
+            its = torch.where(its.abs() < 1e4, its, 0.25)
+            moments.append(its.to(dtype) if dtype is torch.bfloat16 else torch.empty(numel, dtype=torch.uint8))
+            scales.append(None if dtype is torch.bfloat16 else torch.empty(-(-numel // BLOCK)))
+            if scales[-1] is not None:
+                reference.quantize_(moments[-1], scales[-1], its, is_signed)
+        spans = Spans([(256, 300), (1024, 1), (1536, 2000)]) if seed == 4 else None
+        pieces.append(AdamPiece(weight, grad, *moments, half, remainder, spans, *scales))
+
+    def copied(piece: AdamPiece, to: torch.device) -> AdamPiece:
+        return AdamPiece(*(each.to(to, copy=True) if isinstance(each, Tensor) else each for each in piece))
+
+    found, expected = ([copied(piece, to) for piece in pieces] for to in (device, torch.device("cpu")))
+    for piece in found:
+        piece.check()
+    with launches(triton_adam.adam_kernel) as launched:
+        triton_adam.update(found, adam_scalars(**options))
+    assert len(launched) == 1
+    reference.update(expected, adam_scalars(**options))
+    for one, other in zip(found, expected, strict=True):
+        for name, its, theirs in zip(AdamPiece._fields, one, other, strict=True):
+            if isinstance(its, Tensor) and its.dtype is torch.uint8:
+                assert torch.equal(its.cpu(), theirs), f"{name} of {its.numel()} elements"
+            elif isinstance(its, Tensor):
+                assert_same(its, theirs, f"{name} of {its.numel()} elements")
+
+
 def mixed_list(device: torch.device) -> None:
     """Pieces of every kind in one list, twice: one launch a kind."""
     kinds = list(product(LAYOUTS, GRAD_DTYPES)) * 2
@@ -263,6 +305,9 @@ def _all_cases() -> dict[str, Case]:
         cases[f"{layout}, edited"] = partial(edited_weights, layout=layout)
     for layout, dtype, (name, options) in product(LAYOUTS, GRAD_DTYPES, OPTIONS.items()):
         cases[f"{layout}, {dtype}, {name}"] = partial(adam, layout=layout, grad_dtype=dtype, options=options)
+    for layout, dtype, name in product(LAYOUTS, (torch.uint8, torch.bfloat16), ("adamw, scaled and clipped", "bare")):
+        small = partial(small_moments, layout=layout, dtype=dtype, options=OPTIONS[name])
+        cases[f"{layout}, moments of {dtype}, {name}"] = small
     for layout, dtype in product(LAYOUTS, GRAD_DTYPES):
         unaligned = partial(adam, layout=layout, grad_dtype=dtype, options=ADAM, offsets=UNALIGNED)
         cases[f"{layout}, {dtype}, unaligned"] = unaligned

@@ -44,15 +44,18 @@ def check(name: str, text: str, *wanted: str) -> None:
     print(f"as written: {name}")
 
 
-def check_adam(layout: str, grad_dtype: Any, aligned: bool, capability: int) -> None:
-    types = {"table": "*i64", "num_pieces": "i32", **dict.fromkeys(AdamScalars._fields, "fp32")}
+def check_adam(layout: str, grad_dtype: Any, aligned: bool, capability: int, moments: Any = tl.float32) -> None:
+    types = {"table": "*i64", "num_pieces": "i32", "maps": "*fp32", **dict.fromkeys(AdamScalars._fields, "fp32")}
     flags = dict.fromkeys(("HAS_SCALE", "HAS_CLIP", "HAS_L2", "HAS_ROOT_BIAS", "HAS_DECAY", "ABSORBS"), True)
-    constants = {"GRAD_DTYPE": grad_dtype, "LAYOUT": layout, "ALIGNED": aligned, "BLOCK": triton_adam.BLOCK_NUMEL}
+    constants = {"GRAD_DTYPE": grad_dtype, "MOMENT_DTYPE": moments, "LAYOUT": layout, "ALIGNED": aligned}
+    constants["BLOCK"] = triton_adam.BLOCK_NUMEL
     text = ptx(triton_adam.adam_kernel, types, {**constants, **flags}, capability, triton_adam.OPTIONS)
-    wide = ("ld.global.v4.b32", "st.global.v4.b32") if aligned else ()
+    # Four elements of a thread are 16 bytes only in fp32.
+    wide = ("ld.global.v4.b32", "st.global.v4.b32") if aligned and moments is tl.float32 else ()
     exact = ("sqrt.rn.f32", "div.rn.f32", "mul.rn.f32", "add.rn.f32", "sub.rn.f32")
-    check(f"Adam, sm_{capability}, {layout}, {grad_dtype}, {aligned=}", text, *wide, *exact)
-    assert "bar.sync" not in text, "threads exchange elements"
+    check(f"Adam, sm_{capability}, {layout}, {grad_dtype}, {moments}, {aligned=}", text, *wide, *exact)
+    # The largest element of a block is found together.
+    assert moments is tl.uint8 or "bar.sync" not in text, "threads exchange elements"
 
 
 def check_norm(dtype: str, numel_type: str, capability: int) -> None:
@@ -76,6 +79,9 @@ def main() -> None:
     for layout, grad_dtype in zip(LAYOUTS, (tl.float32, tl.int16, tl.float16, tl.int16)):
         check_adam(layout, grad_dtype, aligned=True, capability=90)
     check_adam("split", tl.int16, aligned=False, capability=90)
+    for moments in (tl.int16, tl.uint8):
+        for layout in ("split", "whole"):
+            check_adam(layout, tl.int16, aligned=True, capability=90, moments=moments)
     for dtype, numel_type in (("fp32", "i32"), ("i16", "i32"), ("fp16", "i32"), ("fp32", "i64")):
         check_norm(dtype, numel_type, capability=90)
     check_limbs(capability=90)

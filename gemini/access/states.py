@@ -36,6 +36,7 @@ from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.manager import ChunkManager, OptimizerPart
 from gemini.runtime.migrate import StateStore
 from gemini.runtime.step import Step
+from optim import FP32, StateFormat, StateLayout, StoredRun
 from sharding import ALIGNMENT, ShardLayout, Unit, as_received, round_up
 
 
@@ -86,6 +87,9 @@ class States:
     def of_optimizer(self, chunk: Chunk, name: str) -> FlatAccess:
         """A state that the optimizer keeps of the chunk, such as "exp_avg"."""
         assert self.kept is not None, "there is no optimizer"
+        layout = self.kept.layout_of(chunk)
+        if layout is not None:
+            return StoredAccess(self.step, chunk, self.kept, name, layout)
         return OptimizerAccess(self.step, chunk, self.kept, name)
 
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
@@ -333,6 +337,47 @@ class OptimizerAccess(FlatAccess):
     def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
         super().set_local(managed, values)
         self._kept.note_write(managed, self._name)
+
+
+class StoredAccess(OptimizerAccess):
+    """A state that the optimizer keeps in fewer bits than it shows: all reads are fp32, and writes are rounded."""
+
+    def __init__(self, step: Step, chunk: Chunk, kept: StateStore, name: str, layout: StateLayout) -> None:
+        super().__init__(step, chunk, kept, name)
+        self._layout = layout
+
+    def format_of(self, managed: ManagedParameter) -> StateFormat:
+        """How the state of a parameter is stored, on whatever ranks. fp32 for one without elements here."""
+        for piece in managed.pieces:
+            return self._layout.format_at(piece.shard_start)
+        return FP32
+
+    def stored_in(self, contents: Sequence[Tensor], start: int, numel: int) -> StoredRun:
+        """(numel,) elements from `start` on, of one tensor, as they are stored. contents: as for `read_in`."""
+        (found,) = self._layout.stored(contents[0], start, numel)
+        return found
+
+    def fill_stored(self, managed: ManagedParameter, read_into: Callable[[int, StoredRun], None]) -> None:
+        """Set this rank's part of a parameter as it is stored. Local. read_into: as of `fill`."""
+        for piece in managed.pieces:
+            read_into(
+                piece.payload_start - managed.offset, self.stored_in([self._flat], piece.shard_start, piece.numel)
+            )
+
+    def read_in(self, contents: Sequence[Tensor], start: int, numel: int) -> Tensor:
+        return self._layout.read(contents[0], self._name, start, numel)
+
+    def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
+        parts = values.split([piece.numel for piece in managed.pieces])
+        for piece, part in zip(managed.pieces, parts, strict=True):
+            self._layout.write(self._flat, self._name, piece.shard_start, part)
+        self._kept.note_write(managed, self._name)
+
+    def fill(self, managed: ManagedParameter, read_into: Callable[[int, Tensor], None]) -> None:
+        for piece in managed.pieces:
+            values = torch.empty(piece.numel, dtype=torch.float32, device="cpu")
+            read_into(piece.payload_start - managed.offset, values)
+            self._layout.write(self._flat, self._name, piece.shard_start, values)
 
 
 class GradientAccess(FlatAccess):

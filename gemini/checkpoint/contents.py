@@ -16,16 +16,28 @@ import torch
 from torch import Tensor, nn
 
 from gemini.access.link import link_of
-from gemini.access.states import FlatAccess, StateAccess, States
-from gemini.checkpoint.manifest import GRADIENT, WEIGHT, GradientFact, OptimizerFact, ParameterFact, rank_key, state_key
+from gemini.access.states import FlatAccess, StateAccess, States, StoredAccess
+from gemini.checkpoint.manifest import (
+    GRADIENT,
+    WEIGHT,
+    GradientFact,
+    OptimizerFact,
+    ParameterFact,
+    rank_key,
+    scale_key,
+    state_key,
+)
 from gemini.checkpoint.tensor_files import Box, Order, Part, can_hold, whole
 from gemini.checkpoint.values import encode, name_of
 from gemini.errors import CheckpointError
+from gemini.memory.transfer import Region
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.optimizer.state_dict import names_by_chunk, numbers_of
 from gemini.placement.demand import Kind, Tier
 from gemini.runtime.chunk import Chunk, ManagedParameter
+from optim import FP32, StateFormat
+from sharding import ALIGNMENT
 
 
 class Share(NamedTuple):
@@ -94,6 +106,69 @@ class ChunkEntry:
                     number += 1
 
 
+class Elements(StateAccess):
+    """A state of parameters that share one format, as it is stored: no element is widened on its way to a file."""
+
+    def __init__(self, access: StoredAccess, its: StateFormat) -> None:
+        super().__init__(access.step, access.chunk)
+        self._access = access
+        self._format = its
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self._access.regions
+
+    def read_in(self, contents: Sequence[Tensor], start: int, numel: int) -> Tensor:
+        if not numel:
+            return torch.empty(0, dtype=self._format.dtype, device="cpu")
+        return self._access.stored_in(contents, start, numel).elements
+
+    def scales_in(self, contents: Sequence[Tensor], start: int, numel: int) -> Tensor:
+        """(blocks,) the scales of the same elements."""
+        scales = self._access.stored_in(contents, start, numel).scales
+        assert scales is not None
+        return scales
+
+
+@dataclass(frozen=True)
+class ScaleEntry(ChunkEntry):
+    """The scales of one state of one chunk: of each parameter one-dimensional, in the order of its blocks."""
+
+    def parts(self) -> Iterator[tuple[int, Part]]:
+        for key, managed in self.keys:
+            for number, share in enumerate(shares_of(managed)):
+                box = Box((share.start // ALIGNMENT,), (-(-share.numel // ALIGNMENT),))
+                yield number, Part(key, box, self.dtype)
+
+    def values(self, contents: Sequence[Tensor]) -> Iterator[tuple[int, str, Tensor]]:
+        assert isinstance(self.access, Elements)
+        for key, managed in self.keys:
+            for number, share in enumerate(shares_of(managed)):
+                yield number, key, self.access.scales_in(contents, share.read_start, share.numel)
+
+
+def _stored_entries(
+    chunk: Chunk, access: StoredAccess, keys: Iterable[tuple[str, ManagedParameter]]
+) -> Iterator[ChunkEntry]:
+    """A state whose parameters have several formats: an entry for each format, and one for scales."""
+    by_format: dict[StateFormat, list[tuple[str, ManagedParameter]]] = {}
+    for key, managed in keys:
+        its = access.format_of(managed)
+        # Blocks follow the order in memory. Of a parameter whose order is not that of its dimensions the file has fp32:
+        # whoever reads it may have another one.
+        in_order = Order.of(managed.stride, managed.shape).is_natural
+        by_format.setdefault(its if in_order or not its.has_scales else FP32, []).append((key, managed))
+    for its, some in by_format.items():
+        if its is FP32:
+            yield from _entry(chunk, access, some)
+            continue
+        elements = Elements(access, its)
+        yield from _entry(chunk, elements, some)
+        if its.has_scales:
+            scales = tuple((scale_key(key), managed) for key, managed in some)
+            yield ScaleEntry(chunk, elements, torch.float32, scales, changes_unseen=False)
+
+
 class Plain(NamedTuple):
     """A tensor that is in no chunk, such as a buffer."""
 
@@ -144,7 +219,11 @@ class Contents:
             for name in names.get(chunk.index, ()):
                 having = [each for each in chunk.parameters if name in self._states.names_of(each)]
                 access = self._states.of_optimizer(chunk, name)
-                yield from _entry(chunk, access, ((state_key(each.name, name), each) for each in having))
+                keys = ((state_key(each.name, name), each) for each in having)
+                if isinstance(access, StoredAccess):
+                    yield from _stored_entries(chunk, access, keys)
+                else:
+                    yield from _entry(chunk, access, keys)
             yield from self._gradients(chunk)
 
     def _weights(self, chunk: Chunk) -> Iterator[ChunkEntry]:

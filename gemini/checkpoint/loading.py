@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA
 
 from gemini.access.link import link_of
-from gemini.access.states import FlatAccess, FullPrecisionAccess, States, take_masters
+from gemini.access.states import FlatAccess, FullPrecisionAccess, States, StoredAccess, take_masters
 from gemini.checkpoint.contents import inside
 from gemini.checkpoint.directory import Directory, together
 from gemini.checkpoint.manifest import (
@@ -30,11 +30,12 @@ from gemini.checkpoint.manifest import (
     rank_files,
     rank_key,
     read_manifest,
+    scale_key,
     state_key,
     verify_files,
     verify_headers,
 )
-from gemini.checkpoint.tensor_files import OpenFiles, Order, StoredTensor, tensors_in
+from gemini.checkpoint.tensor_files import Box, OpenFiles, Order, StoredTensor, tensors_in
 from gemini.checkpoint.values import decode, load_into, pairs, set_random_state
 from gemini.errors import CheckpointError
 from gemini.log import get_dist_logger
@@ -48,7 +49,8 @@ from gemini.progress import progress
 from gemini.ranks.parts import AllRanks
 from gemini.runtime.binding import round_as_master
 from gemini.runtime.chunk import Chunk, ManagedParameter
-from optim import HALF_DTYPES
+from optim import EIGHT_BIT, HALF_DTYPES, StoredRun
+from sharding import ALIGNMENT
 
 _SHOWN = 5  # names in an error
 
@@ -465,7 +467,8 @@ class _Load:
 
     def _dtype(self, name: str, state: str) -> torch.dtype:
         stored = self._source.tensors.get(state_key(name, state))
-        return torch.float32 if stored is None else stored.dtype
+        # Bytes and 16 bits are read as fp32.
+        return torch.float64 if stored is not None and stored.dtype is torch.float64 else torch.float32
 
 
 def _without_repeats(value: Tensor, like: Tensor) -> Tensor:
@@ -500,10 +503,22 @@ class _FromFiles:
 
     def fill_state(self, access: FlatAccess, managed: ManagedParameter, name: str, value: Tensor) -> None:
         """Set this rank's part of one state. Local."""
-        stored = self._source.tensors.get(state_key(self._names.get(managed.name, managed.name), name))
-        if stored is not None:  # else the parameter has no elements
+        key = state_key(self._names.get(managed.name, managed.name), name)
+        stored, scales = self._source.tensors.get(key), self._source.tensors.get(scale_key(key))
+        if stored is None:  # the parameter has no elements
+            return
+        if scales is None:
             access.fill(managed, _Reader(managed, stored, self._files).read_into)
             self._told(stored.num_bytes)
+        elif not Order.of(managed.stride, managed.shape).is_natural:
+            # Blocks follow the order in memory, which is another one here.
+            access.set_whole(managed, managed.laid_out(whole_of_bytes(stored, scales, self._files, name)))
+        else:
+            reader = _BytesReader(managed, stored, scales, self._files, name)
+            if isinstance(access, StoredAccess) and access.format_of(managed).has_scales:
+                access.fill_stored(managed, reader.read_stored)
+            else:
+                access.fill(managed, reader.read_into)
 
     def fill_master(self, access: FullPrecisionAccess, managed: ManagedParameter, value: Tensor) -> None:
         """Do nothing: masters are set with the weights."""
@@ -534,6 +549,39 @@ class _Reader:
                 inside(self._managed, box), self._files, piece.permute(self._order.back) if sizes else piece
             )
             at += box.numel
+
+
+class _BytesReader:
+    """Reads runs of a state that the files have as bytes and scales. The first element of each is that of a block."""
+
+    def __init__(
+        self, managed: ManagedParameter, stored: StoredTensor, scales: StoredTensor, files: OpenFiles, name: str
+    ) -> None:
+        self._reader = _Reader(managed, stored, files)
+        self._scales = scales
+        self._files = files
+        self._name = name
+
+    def read_stored(self, start: int, out: StoredRun) -> None:
+        """Fill elements and scales from element `start` on."""
+        self._reader.read_into(start, out.elements)
+        assert out.scales is not None
+        self._read_scales(start, out.scales)
+
+    def read_into(self, start: int, out: Tensor) -> None:
+        """Fill `out` with what the bytes mean."""
+        scales = torch.empty(-(-out.numel() // ALIGNMENT), dtype=torch.float32, device="cpu")
+        self._read_scales(start, scales)
+        out.copy_(EIGHT_BIT.read(self._reader.read(start, out.numel()), scales, self._name))
+
+    def _read_scales(self, start: int, out: Tensor) -> None:
+        self._scales.read(Box((start // ALIGNMENT,), (out.numel(),)), self._files, out)
+
+
+def whole_of_bytes(stored: StoredTensor, scales: StoredTensor, files: OpenFiles, name: str) -> Tensor:
+    """A state that files have as bytes and scales, in fp32 and in its shape."""
+    elements = stored.whole(files)
+    return EIGHT_BIT.read(elements.view(-1), scales.whole(files), name).view(elements.shape)
 
 
 def _listed(names: list[str]) -> str:

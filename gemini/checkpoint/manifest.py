@@ -30,6 +30,8 @@ from gemini.memory.workers import Workers, WorkPiece
 #     DIRECTORY/TAG/checkpoint.json         `Manifest`: written last, so that a directory without it is incomplete
 #     DIRECTORY/TAG/rank-00000.json         `RankFile`: this rank's random numbers, position in the data, and checksums
 #     DIRECTORY/TAG/states-00000-0.safetensors    boxes of "model.NAME", "optim.state.NAME.STATE", "grad.NAME"
+#
+# A state of 8 bits is a tensor of bytes, with the scales of its blocks under "optim.state.NAME.STATE.scale".
 
 
 VERSION = 1
@@ -45,6 +47,11 @@ GRADIENT = "grad."
 def state_key(name: str, state: str) -> str:
     """The key of a state that the optimizer keeps of a parameter, such as "exp_avg"."""
     return f"{OPTIM}{name}.{state}"
+
+
+def scale_key(key: str) -> str:
+    """The key of the scales of a state that is stored as bytes: a number for each block, see optim/formats.py."""
+    return f"{key}.scale"
 
 
 def rank_key(rank: int, key: str) -> str:

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA
 
 from gemini.checkpoint.directory import Directory
-from gemini.checkpoint.loading import SavedCheckpoint
-from gemini.checkpoint.manifest import WEIGHT, ParameterFact, state_key, write_durably
+from gemini.checkpoint.loading import SavedCheckpoint, whole_of_bytes
+from gemini.checkpoint.manifest import OPTIM, WEIGHT, ParameterFact, scale_key, state_key, write_durably
 from gemini.checkpoint.tensor_files import OpenFiles, whole
 from gemini.checkpoint.values import decode, dtype_named
 from gemini.errors import CheckpointError
@@ -92,7 +92,8 @@ class _Training:
     def dtype_of(self, key: str, otherwise: torch.dtype = torch.float32) -> torch.dtype:
         """Of a tensor in the files."""
         stored = self._source.tensors.get(key)
-        return otherwise if stored is None else stored.dtype
+        is_small = key.startswith(OPTIM) and stored is not None and stored.dtype in (torch.uint8, torch.bfloat16)
+        return otherwise if stored is None or is_small else stored.dtype
 
     def aliases(self) -> Iterator[tuple[str, ParameterFact]]:
         """Every name of every parameter and buffer."""
@@ -107,7 +108,14 @@ class _Training:
                 raise CheckpointError(f"{self._source.folder} lacks {fact.name}: it is damaged")
             dtype = dtype_named(fact.dtype) if key.startswith(WEIGHT) else torch.float32
             return torch.zeros(fact.shape, dtype=dtype, device="cpu")
-        found = stored.whole(self._files)
+        scales = self._source.tensors.get(scale_key(key))
+        if scales is not None:
+            found = whole_of_bytes(stored, scales, self._files, key.rpartition(".")[2])
+        else:
+            found = stored.whole(self._files)
+        if key.startswith(OPTIM) and found.dtype is torch.bfloat16:
+            # Other libraries' Adam has moments in fp32.
+            found = found.float()
         if self._told is not None:
             self._told(found.nbytes)
         return found

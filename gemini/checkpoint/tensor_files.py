@@ -106,6 +106,11 @@ class Order(NamedTuple):
             yield named, box.sizes
 
     @property
+    def is_natural(self) -> bool:
+        """The dimensions follow each other in their own order."""
+        return self.dims == tuple(range(len(self.dims)))
+
+    @property
     def back(self) -> tuple[int, ...]:
         """The permutation from memory to the tensor's dimensions."""
         return tuple(sorted(range(len(self.dims)), key=self.dims.__getitem__))

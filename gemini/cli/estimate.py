@@ -28,6 +28,9 @@ def estimate(
     policy: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     model_data_memory: Annotated[str | None, typer.Option(help="Budget of it on a device, as in 20GiB.")] = None,
     optim_states: asked.OPTIM_STATES = OPTIM_STATES,
+    optimizer: Annotated[
+        str | None, typer.Option(help="In place of --optim-states: adam, 8bit or bf16 (HybridAdam's moments), or sgd.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Bytes as JSON instead of a table.")] = False,
 ) -> None:
     """Print what training takes on every rank: model data, by default with Adam, without activations.
@@ -59,7 +62,9 @@ def estimate(
         for each in (0, 1, 2, 3) if stage is None else (stage,):
             try:
                 options["stage"] = each
-                found[each] = estimate_memory(named, world_size=ranks, optim_states=optim_states, **options)
+                found[each] = estimate_memory(
+                    named, world_size=ranks, optim_states=optim_states, optimizer=optimizer, **options
+                )
             except BudgetError as error:
                 # A budget that is too small for one stage may be enough for a higher one, so the others are tried too.
                 found[each] = str(error)

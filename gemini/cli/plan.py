@@ -71,7 +71,10 @@ def plan(
     optim_states: asked.OPTIM_STATES = OPTIM_STATES,
     optimizer: Annotated[
         str | None,
-        typer.Option(help="In place of --optim-states: adam, muon (beside adam), adafactor, sgd, momentum or amsgrad."),
+        typer.Option(
+            help="In place of --optim-states: adam, 8bit or bf16 (HybridAdam's moments), muon (beside adam), "
+            "adafactor, sgd, momentum or amsgrad."
+        ),
     ] = None,
     update_in_backward: Annotated[
         bool, typer.Option("--update-in-backward", help="Gradients take no memory: without clipping and micro-batches.")
@@ -96,7 +99,7 @@ def plan(
         from gemini.cli.model import NotAModel, check_name, dtype_option, model_named
         from gemini.cli.question import A_FOLDER, Batch, described
         from gemini.cli.report import answer, as_json, show, show_remedies
-        from gemini.model.estimate import module_of
+        from gemini.model.estimate import module_of, states_per_element
         from gemini.settings import Settings
 
     with asked.questions_may_be_wrong(console):
@@ -127,7 +130,8 @@ def plan(
         length = sequence_length or _length_of(module)
         each = Batch(batch, length, activation_checkpointing, experts_per_token, gradient_accumulation_steps)
         with working(console, "planning"):
-            found = answer(module, settings, cluster, each, states)
+            asked_for = states_per_element(module, states) if isinstance(states, str) else states
+            found = answer(module, settings, cluster, each, asked_for)
     given = _given(context)
     if json_:
         typer.echo(json.dumps(as_json(model, found, given), indent=1))
@@ -154,14 +158,21 @@ def _given(context: typer.Context) -> Options:
     return tuple(found)
 
 
-def _states_of(optimizer: str | None, optim_states: int) -> int | OptimizerKind:
-    """The optimizer by its name, or how many states it keeps. Raises ValueError for an unknown name."""
+def _states_of(optimizer: str | None, optim_states: int) -> int | OptimizerKind | str:
+    """The optimizer by its name, or how many states it keeps. Raises ValueError for an unknown name.
+
+    A name is left for what keeps less of some tensors than of others, by their sizes.
+    """
+    from gemini.model.estimate import OPTIMIZERS
     from gemini.placement.optimizers import KINDS
 
     if optimizer is None:
         return optim_states
+    if optimizer.lower() in OPTIMIZERS and optimizer.lower() not in KINDS:
+        return optimizer.lower()
     if optimizer.lower() not in KINDS:
-        raise ValueError(f"--optimizer {optimizer} is not known (valid: {', '.join(KINDS)}): say --optim-states")
+        valid = ", ".join(dict.fromkeys([*KINDS, *OPTIMIZERS]))
+        raise ValueError(f"--optimizer {optimizer} is not known (valid: {valid}): say --optim-states")
     return KINDS[optimizer.lower()]
 
 

@@ -223,7 +223,7 @@ class Question:
     workload: Workload
     gradient_bytes: int
     packed: Packed
-    optim_states: int | OptimizerKind = OPTIM_STATES
+    optim_states: float | OptimizerKind = OPTIM_STATES
 
     @property
     def activations(self) -> int | None:

@@ -88,7 +88,7 @@ def answer(
     settings: Settings,
     cluster: Cluster,
     batch: Batch,
-    optim_states: int | OptimizerKind = OPTIM_STATES,
+    optim_states: float | OptimizerKind = OPTIM_STATES,
 ) -> Answer:
     """Plan for `module` and model its step. Local; nothing is allocated.
 

@@ -291,6 +291,20 @@ def muon_of(optimizer: OptimizerConfig, args: Any, model: nn.Module) -> list[tor
     return made if isinstance(made, list) else [made]
 
 
+_EIGHT_BIT = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
+
+
+def in_eight_bits(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """AdamW with moments of 8 bits, where `TrainingArguments(optim=)` names that of another library. Local.
+
+    None for any other. Pages are of no use here: where states rest the plan says.
+    """
+    if getattr(args.optim, "value", args.optim) not in _EIGHT_BIT:
+        return None
+    betas = args.adam_beta1, args.adam_beta2
+    return HybridAdam, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "state_dtype": "8bit"}
+
+
 def fused(kind: Any, arguments: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
     """The fused AdamW of chunks in place of torch's, which would step parameter by parameter. Local.
 
@@ -540,7 +554,10 @@ class ShardedTraining(_Trainer):
                 plain = muon_of(named, self.args, self.sharded_model)
             elif self.optimizer is None and self.optimizer_cls_and_kwargs is None:
                 # None: super() asks again, as arguments of an optimizer that needs the model are used up there
-                self.optimizer_cls_and_kwargs = fused(*self.get_optimizer_cls_and_kwargs(self.args, self.model))
+                # Of 8 bits the Trainer would import the other library first.
+                self.optimizer_cls_and_kwargs = in_eight_bits(self.args) or fused(
+                    *self.get_optimizer_cls_and_kwargs(self.args, self.model)
+                )
             sharded = self.sharded_model
             plain = super().create_optimizer(model) if plain is None else plain
             if self.args.max_grad_norm:

@@ -24,6 +24,8 @@ from gemini.placement.needs import Packed
 from gemini.placement.plan import Plan
 from gemini.placement.search import plan_training
 from gemini.settings import Options, Settings, Strategy
+from optim import FP32, format_named, format_of_tensor
+from sharding import ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ def estimate_memory(
     settings: Settings | None = None,
     shard_strategy: Strategy = None,
     optim_states: int = OPTIM_STATES,
+    optimizer: str | None = None,
     **options: Unpack[Options],
 ) -> MemoryEstimate:
     """The bytes of model data that every rank of `ShardedModel(model, settings=settings, **options)` will hold.
@@ -93,6 +96,8 @@ def estimate_memory(
         shard_strategy: as for `ShardedModel`.
         optim_states: how many states per element the optimizer keeps: 2 for Adam, 3 for amsgrad, 0 for SGD, 1 for SGD
             with momentum.
+        optimizer: in place of `optim_states`: "adam", "8bit" or "bf16" for a `HybridAdam` with this `state_dtype`, or
+            "sgd".
         options: fields of `Settings`, in place of those that `settings` has.
 
     Raises TypeError or ValueError for options that are not valid, UnsupportedError for a module that is wrapped
@@ -108,14 +113,38 @@ def estimate_memory(
         raise ValueError(f"world_size must be an integer of at least 1, found {world_size!r}")
     if isinstance(optim_states, bool) or not isinstance(optim_states, int) or optim_states < 0:
         raise ValueError(f"optim_states must be an integer of at least 0, found {optim_states!r}")
-    others = "model", "world_size", "optim_states", "settings"
+    others = "model", "world_size", "optim_states", "optimizer", "settings"
     settings = Settings.of("estimate_memory", *others, settings=settings, shard_strategy=shard_strategy, **options)
     settings = settings.over(world_size)
     module = module_of(model)
     # Without free bytes: the machine at hand need not be the one that will train.
-    plan = plan_training(packed_of(module, settings, world_size), settings, FreeBytes(), optim_states)
+    states = optim_states if optimizer is None else states_per_element(module, optimizer)
+    plan = plan_training(packed_of(module, settings, world_size), settings, FreeBytes(), states)
     on_device, on_host, on_disk = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
     return MemoryEstimate(num_parameters_of(module), on_device, on_host, on_disk, plan)
+
+
+OPTIMIZERS = ("adam", "8bit", "bf16", "sgd")
+
+
+def states_per_element(module: nn.Module, optimizer: str) -> float:
+    """States of full precision per element that this optimizer keeps of the module, on average. Local.
+
+    Raises ValueError for another name than those in `OPTIMIZERS`.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
+    if optimizer in ("adam", "sgd"):
+        return OPTIM_STATES if optimizer == "adam" else 0
+    tables = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    embeddings = {id(each.weight) for each in tables}  # membership only
+    numel = num_bytes = 0
+    for each in module.parameters():
+        if each.requires_grad:
+            its = format_of_tensor(format_named(optimizer), None, each.numel(), id(each) in embeddings)
+            numel += each.numel()
+            num_bytes += -(-each.numel() // ALIGNMENT) * its.block_bytes
+    return OPTIM_STATES * num_bytes / (FP32.dtype.itemsize * numel) if numel else OPTIM_STATES
 
 
 def packed_of(module: nn.Module, settings: Settings, world_size: int) -> Packed:

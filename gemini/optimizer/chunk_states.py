@@ -20,9 +20,9 @@ from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Tickets, wait_on_tier
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.averages import AVERAGE, Averages
-from gemini.optimizer.elementwise import settings_in_words
+from gemini.optimizer.elementwise import AdamUpdate, settings_in_words
 from gemini.optimizer.several import GroupRules, SeveralUpdates, UpdateRule
-from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate, ShardView, runs_of
+from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate, ShardView, StoredStates, runs_of
 from gemini.placement.demand import Kind, StateHome, Tier, update_tier
 from gemini.placement.host_room import check_host_room_for_steps, check_room_at_rest
 from gemini.placement.plan import Plan
@@ -31,11 +31,12 @@ from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.params import ParamStore
 from gemini.runtime.step import Step
+from optim import StateLayout
 
 # -- One chunk's optimizer state: flat per-element states, and step counts and other scalars by parameter.
 
 
-def resting_tier(home: StateHome, count: int, memory: RankMemory) -> Tier:
+def resting_tier(home: StateHome, count: float, memory: RankMemory) -> Tier:
     """The tier on which a chunk's `count` flat states rest if their planned home is `home`.
 
     States that come between two plans, such as momentum that is raised from 0 in mid-training, have no room on a device
@@ -52,11 +53,13 @@ class ChunkOptimizerState:
 
     chunk: Chunk
     tier: Tier  # the tier on which all of `flats` rest
-    num_planned: int  # number of flat states that the plan has room for
+    num_planned: float  # number of flat states that the plan has room for
     is_fused: bool  # our Adam updates all parameters: every one has all of `flats`, and `step` is an int, not a tensor
     groups: list[int | None]  # by position: the param group; None for a parameter in no group
     rules: GroupRules | None = None  # where groups differ in what updates them, or some are updated whole
-    flats: dict[str, Tensor] = field(default_factory=dict)  # (optim_numel,) each; two names may share one
+    layout: StateLayout | None = None  # of each of `flats`, if elements are not stored as `dtype`
+    flats: dict[str, Tensor] = field(default_factory=dict)
+    """(optim_numel,) each, or (layout.num_bytes,) uint8; two names may share one."""
     held: dict[str, Tensor] = field(default_factory=dict)  # the same, each once, by the name of its memory
     tickets: Tickets = field(default_factory=Tickets)  # of all `flats`
     dtype: torch.dtype = field(init=False)  # of each element of `flats`
@@ -83,10 +86,16 @@ class ChunkOptimizerState:
     @property
     def num_flat_bytes(self) -> int:
         """Bytes of one flat state."""
-        return self.chunk.optim_numel * self.dtype.itemsize
+        return self.chunk.optim_numel * self.dtype.itemsize if self.layout is None else self.layout.num_bytes
+
+    def num_states(self, count: int) -> float:
+        """`count` flat states as plans count them: in states of full precision. Equal on all ranks."""
+        if self.layout is None or not self.chunk.optim_numel:
+            return count
+        return count * self.num_flat_bytes / (self.chunk.optim_numel * self.dtype.itemsize)
 
     def region(self, name: str) -> Region:
-        """(optim_numel,) a flat state."""
+        """A flat state, as it is stored."""
         return Region(self.tier, self.flats[name], self.tickets)
 
     def all_flats(self) -> Region:
@@ -119,7 +128,7 @@ class ChunkOptimizerState:
 
     def _rest(self, names: list[str], tier: Tier, params: ParamStore) -> None:
         memories = list(dict.fromkeys(map(self.memory_of, names)))
-        tier = resting_tier(StateHome(tier, self.num_planned), len(memories), params.memory)
+        tier = resting_tier(StateHome(tier, self.num_planned), self.num_states(len(memories)), params.memory)
         leaves = tier is not self.tier
         try:
             # All memory is taken before anything moves, so that a refusal leaves every state where it is.
@@ -150,9 +159,10 @@ class ChunkOptimizerState:
         taken: dict[str, Region] = {}
         try:
             for name in names:
-                taken[name] = params.memory.allocate(
-                    tier, self.chunk.optim_numel, self.dtype, Kind.OPTIM, self.chunk, self.tickets
+                size = (
+                    (self.chunk.optim_numel, self.dtype) if self.layout is None else (self.num_flat_bytes, torch.uint8)
                 )
+                taken[name] = params.memory.allocate(tier, *size, Kind.OPTIM, self.chunk, self.tickets)
         except BudgetError:
             for region in taken.values():
                 params.memory.free(region, Kind.OPTIM)
@@ -168,8 +178,12 @@ class ChunkOptimizerState:
         # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other
         # parameters.
         for flat in self.flats.values():
-            for part in managed.own_parts(flat):
-                part.zero_()
+            if self.layout is None:
+                for part in managed.own_parts(flat):
+                    part.zero_()
+            else:
+                for piece in managed.pieces:
+                    self.layout.zero(flat, piece.shard_start, piece.numel)
 
     def set_scalars(self, position: int, scalars: dict[str, Any]) -> None:
         """Give the parameter scalars of its own, as a state dict has them. Call `discard` before."""
@@ -287,6 +301,10 @@ class ChunkOptimizerState:
         scalars, part = self.scalars[run.positions[0]], slice(run.start, run.start + run.numel)
         names = self.names_of_update(run.positions[0])
         flats = self.flats if weights is None or not weights.staged_states else weights.staged_states
+        if self.layout is not None:
+            # Only our Adam has such states, and it makes none later.
+            packed = StoredStates(self.layout, flats) if run.numel else None
+            return RunUpdate(run, weights, self._no_gradient(), {}, dict(scalars or {}), scalars is None, stored=packed)
         flat = {name: flats[name][part] for name in names if name in flats}
         # States that these parameters lack and that have memory already: if the update creates one, its values go
         # there.
@@ -367,8 +385,10 @@ class ChunkStates:
         param_groups: list[dict[str, Any]],
         group_of: Mapping[int, int],
         averages: Averages | None = None,
+        embeddings: Collection[int] = (),
     ) -> None:
-        """group_of: the param group of each parameter in a group, by parameter index."""
+        """group_of: the param group of each parameter in a group, by parameter index. embeddings: indices of those."""
+        self._embeddings = embeddings
         self._params = params
         self.averages = averages
         self._update = update
@@ -425,16 +445,20 @@ class ChunkStates:
             return Region(Tier.HOST, torch.zeros(chunk.optim_numel, dtype=state.dtype, device="cpu"))
         return state.region(name)
 
+    def layout_of(self, chunk: Chunk) -> StateLayout | None:
+        """How the flat states of a chunk are stored; None: as numbers of their dtype."""
+        return self.by_chunk[chunk.index].layout
+
     def has_stepped(self, chunk: Chunk) -> bool:
         """Whether a step, or a loaded state dict, has written the chunk's state. Equal on all ranks."""
         state = self.by_chunk.get(chunk.index)
         return state is not None and any(scalars is not None for scalars in state.scalars)
 
-    def state_counts(self, chunks: Iterable[Chunk]) -> list[int]:
-        """How many states per element each chunk has or its groups need. Equal on all ranks."""
-        return [self._num_states(chunk) for chunk in chunks]
+    def state_counts(self, chunks: Iterable[Chunk]) -> list[float]:
+        """How many states of full precision per element each chunk has or its groups need. Equal on all ranks."""
+        return [self._of(chunk).num_states(self._num_flats(chunk)) for chunk in chunks]
 
-    def _num_states(self, chunk: Chunk) -> int:
+    def _num_flats(self, chunk: Chunk) -> int:
         state = self._of(chunk)
         # A state counts for as long as it has memory, also one that its group has stopped using, such as momentum that
         # was lowered to 0.
@@ -563,6 +587,7 @@ class ChunkStates:
         # needs.
         self._regroup(groups, group_of)
         try:
+            self._refuse_other_formats()
             yield
         except BaseException:
             self.have_changed = True  # the plan may count the new members' states by now
@@ -588,11 +613,20 @@ class ChunkStates:
         for state in self.by_chunk.values():
             state.regroup(self._groups(state.chunk, self._group_of))
 
+    def _refuse_other_formats(self) -> None:
+        for state in self.by_chunk.values():
+            if state.layout != self._layout(state.chunk, state.groups):
+                raise UnsupportedError(
+                    f"optim_bits of {state.chunk.names()} was changed, or they were moved to a group with another one, "
+                    "and their moments are stored already: set it before the ShardedOptimizer is made, or load a "
+                    "checkpoint into one that was made with it"
+                )
+
     def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
         """Bytes on the host of a chunk's state whose planned home is `home`."""
-        count = self._num_states(chunk)
-        is_there = resting_tier(home, count, self._params.memory) is Tier.HOST
-        return count * self._of(chunk).num_flat_bytes if is_there else 0
+        count, state = self._num_flats(chunk), self._of(chunk)
+        is_there = resting_tier(home, state.num_states(count), self._params.memory) is Tier.HOST
+        return count * state.num_flat_bytes if is_there else 0
 
     def _of(self, chunk: Chunk) -> ChunkOptimizerState:
         """A chunk's state. Where there is none yet, an object without memory stands for it."""
@@ -600,7 +634,30 @@ class ChunkStates:
 
     def _new(self, chunk: Chunk, home: StateHome) -> ChunkOptimizerState:
         groups = self._groups(chunk, self._group_of)
-        return ChunkOptimizerState(chunk, *home, self._update.is_fused, groups, self._rules)
+        return ChunkOptimizerState(
+            chunk, *home, self._update.is_fused, groups, self._rules, self._layout(chunk, groups)
+        )
+
+    def _layout(self, chunk: Chunk, groups: Sequence[int | None]) -> StateLayout | None:
+        """How the chunk's states are stored if its parameters are in these groups. Raises UnsupportedError."""
+        settings = [{} if number is None else self._param_groups[number] for number in groups]
+        if isinstance(self._update, SeveralUpdates):
+            rules = [None if number is None else self._update.of(self._param_groups[number]) for number in groups]
+            pairs = zip(rules, settings, strict=True)
+            if any(isinstance(rule, AdamUpdate) and rule.stores_small(its) for rule, its in pairs):
+                raise UnsupportedError(
+                    "moments of 8 or 16 bits (state_dtype=, optim_bits) beside another optimizer of the same model are "
+                    "not there: leave them in fp32, or train with HybridAdam alone"
+                )
+            return None
+        if not isinstance(self._update, AdamUpdate):
+            return None
+        layout = self._update.layout(chunk, settings, self._embeddings)
+        if layout is not None and self.averages is not None:
+            raise UnsupportedError(
+                "ema= beside moments of 8 or 16 bits (state_dtype=, optim_bits) is not there: leave one of the two out"
+            )
+        return layout
 
     def _allocate_missing(self, state: ChunkOptimizerState) -> None:
         state.allocate(self._missing(state), self._params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,20 @@ from torch import Tensor
 from gemini.errors import UnsupportedError
 from gemini.optimizer.given import kind_of
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate
-from gemini.runtime.chunk import ManagedParameter
-from optim import AdamPiece, AdamScalars, CPUAdam, HybridAdam, adam_scalars, hyperparameters, update_pieces
+from gemini.runtime.chunk import Chunk, ManagedParameter
+from optim import (
+    FP32,
+    AdamPiece,
+    AdamScalars,
+    CPUAdam,
+    HybridAdam,
+    StateFormat,
+    StateLayout,
+    adam_scalars,
+    format_of_tensor,
+    hyperparameters,
+    update_pieces,
+)
 
 # -- What all ranks must have alike in an optimizer, as text that they compare.
 #
@@ -282,6 +294,43 @@ class AdamUpdate:
     always_has: tuple[str, ...] | None = ("exp_avg", "exp_avg_sq")
     """The flat states of every parameter, if no setting changes them."""
 
+    def __init__(self, default: StateFormat = FP32) -> None:
+        """default: the format of moments whose param group does not say another one."""
+        self._default = default
+
+    def layout(
+        self, chunk: Chunk, settings: Sequence[Mapping[str, Any]], embeddings: Collection[int]
+    ) -> StateLayout | None:
+        """How each moment of a chunk is stored; None: in fp32. Equal in size on all ranks.
+
+        settings: of the param group of each parameter, by position. embeddings: indices of those.
+        """
+        formats = [
+            format_of_tensor(self._default, group.get("optim_bits"), each.numel, each.index in embeddings)
+            for each, group in zip(chunk.parameters, settings, strict=True)
+        ]
+        if all(its is FP32 for its in formats) or chunk.dtype is torch.float64:
+            return None
+        layout = chunk.optim_layout
+
+        def of(rank: int, num_bytes: int = 0) -> StateLayout:
+            pairs = zip(chunk.parameters, formats, strict=True)
+            return StateLayout.of(
+                (
+                    (piece.shard_start, piece.numel, its)
+                    for each, its in pairs
+                    for piece in layout.pieces(rank, each.offset, each.numel)
+                ),
+                num_bytes,
+            )
+
+        most = max(of(rank).num_bytes for rank in range(layout.world_size))
+        return of(chunk.rank if layout.world_size > 1 else 0, most)
+
+    def stores_small(self, group: Mapping[str, Any]) -> bool:
+        """Whether moments of a parameter of this param group may be stored in less than fp32."""
+        return format_of_tensor(self._default, group.get("optim_bits"), 2**62, False) is not FP32
+
     def flat_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> tuple[str, ...]:
         """The per-element states of a parameter of this param group. An elementwise optimizer's depend on no shape."""
         return ("exp_avg", "exp_avg_sq")
@@ -328,6 +377,11 @@ class AdamUpdate:
         pieces: dict[AdamScalars, list[AdamPiece]] = {}
         for each in updates:
             if each.weights is not None and each.constants is not None:
+                if each.stored is not None:
+                    alike = pieces.setdefault(each.constants, [])
+                    for part in each.weights.segments():
+                        alike += each.stored.pieces(part, each.run, each.grad)
+                    continue
                 moments = each.flat["exp_avg"], each.flat["exp_avg_sq"]
                 # Pieces are collected by constants and not by group, so that groups with equal hyperparameters share a
                 # launch.
@@ -353,7 +407,7 @@ def resolve_update(optimizer: torch.optim.Optimizer, elementwise: bool) -> Eleme
     # The exact type counts: a subclass may update in another way, of which nothing is known.
     kind = kind_of(optimizer)
     if kind in (HybridAdam, CPUAdam):
-        return AdamUpdate()
+        return AdamUpdate(getattr(optimizer, "state_format", FP32))
     if kind in TESTED or elementwise:
         return TorchUpdate(optimizer)
     names = ", ".join(["HybridAdam", "CPUAdam", *(kind.__name__ for kind in TESTED)])

@@ -63,7 +63,8 @@ class GroupEdits:
         )
 
     def _members_now(self) -> list[list[Any]]:
-        return [[*group["params"]] for group in self._shown.groups]
+        # With what decides how their moments are stored, which is settled once they are.
+        return [[*group["params"], group.get("optim_bits")] for group in self._shown.groups]
 
 
 class GivenOptimizer:

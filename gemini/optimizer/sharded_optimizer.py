@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini.access.link import link_of
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.memory.modes import methods_never_traced
 from gemini.model.operators import original_of
@@ -145,6 +146,13 @@ def check_clipping(max_norm: float, norm_type: float) -> float:
     return checked
 
 
+def embeddings_of(model: ShardedModel) -> frozenset[int]:
+    """Indices of the parameters that are the weight of an embedding, also where another module shares them. Local."""
+    tables = (module for module in model.module.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    links = (link_of(table.weight) for table in tables)
+    return frozenset(link.managed.index for link in links if link is not None)
+
+
 _ADD_ALIKE = "All ranks must add the same param group at the same step"
 
 
@@ -254,7 +262,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # What is in force, until a step has seen what the script makes of the groups that are shown.
             in_force = [*self.param_groups]
             self._averages = None if ema is None else Averages(ema)
-            self._chunk_states = ChunkStates(manager.params, update, in_force, group_of, self._averages)
+            its = update, in_force, group_of, self._averages, embeddings_of(model)
+            self._chunk_states = ChunkStates(manager.params, *its)
             self._state_view = StateView(model, self._chunk_states)
             self._scaling = Scaling(manager.grads, self._chunk_states, scale)
             prepare(manager.memory.device.device)

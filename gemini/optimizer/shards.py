@@ -22,13 +22,14 @@ from optim import (
     AdamPiece,
     AdamScalars,
     Spans,
+    StateLayout,
     average_,
     exchange_,
     join_master_,
     round_master_,
     split_master_,
 )
-from sharding import Piece
+from sharding import ALIGNMENT, Piece
 
 # -- Memory that an update needs beside the homes: what rests on one tier is staged on the other, where the update runs.
 #
@@ -270,9 +271,9 @@ class ShardView:
         self.is_staged = False  # some of its memory is a staging buffer
         self._states: list[tuple[Region, Region]] = []  # (flat state at rest, its staged copy on the tier)
         self.staged_states: dict[str, Tensor] = {}
-        """(optim_numel,) the staged states by name, valid once there are segments."""
+        """The staged states by name, as they are stored, valid once there are segments."""
         for name, region in states.items():
-            staged = self._stage(name, region.dtype)
+            staged = self._stage(name, region.dtype, region.numel)
             self._states.append((region, staged))
             self.staged_states[name] = staged.flat
 
@@ -378,9 +379,10 @@ class ShardView:
                 self._transfer.copy(region, home)
         return on_tier
 
-    def _stage(self, name: str, dtype: torch.dtype) -> Region:
+    def _stage(self, name: str, dtype: torch.dtype, numel: int | None = None) -> Region:
         self.is_staged = True
-        return self._staging.buffer(self._tier, name + self._turn, self._chunk.optim_numel, dtype)
+        numel = self._chunk.optim_numel if numel is None else numel
+        return self._staging.buffer(self._tier, name + self._turn, numel, dtype)
 
 
 def staged_bytes(chunk: Chunk, tier: Tier, loads: bool) -> dict[str, int]:
@@ -433,6 +435,29 @@ class Made(NamedTuple):
     scalars: dict[str, Any]  # all other states
 
 
+class StoredStates(NamedTuple):
+    """The states of a chunk whose tensors have several formats, on the tier of the update."""
+
+    layout: StateLayout
+    flats: Mapping[str, Tensor]  # (num_bytes,) each, as in `ChunkOptimizerState.flats`
+
+    def pieces(self, segment: Segment, run: Run, grad: Tensor) -> Iterator[AdamPiece]:
+        """The intersection of a segment with the run, of which `grad` is the gradient: a piece for each format."""
+        moments = (self.layout.stored(self.flats[name], run.start, run.numel) for name in ("exp_avg", "exp_avg_sq"))
+        for first, second in zip(*moments, strict=True):
+            part = slice(first.start - run.start, first.start - run.start + first.elements.numel())
+            spans = None if run.spans is None else run.spans.within(part.start, part.stop)
+            piece = segment.piece(first.start, grad[part], first.elements, second.elements, spans)
+            if piece is None:
+                continue
+            if first.scales is not None and second.scales is not None:
+                # Segments begin and end between blocks, as shards do.
+                begin = (max(segment.start, first.start) - first.start) // ALIGNMENT
+                blocks = slice(begin, begin + -(-piece.weight.numel() // ALIGNMENT))
+                piece = piece._replace(exp_avg_scale=first.scales[blocks], exp_avg_sq_scale=second.scales[blocks])
+            yield piece
+
+
 @dataclass
 class RunUpdate:
     """The inputs and results of one run's update."""
@@ -447,6 +472,7 @@ class RunUpdate:
     room: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: of states that the update may create
     made: dict[str, Tensor] = field(default_factory=dict)  # (numel,) each: states that the update created
     whole: Made | None = None  # of a parameter that was updated whole: what the update writes
+    stored: StoredStates | None = None  # in place of `flat`, of states whose elements have several formats
 
     def count_step(self) -> int:
         """Count this update among the elements' steps. Returns their number."""

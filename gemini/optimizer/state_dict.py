@@ -468,7 +468,8 @@ def _wanted(
 
 def _hyperparameters_for(group: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a loaded param group, in the words of this optimizer's `group`."""
-    found = {name: value for name, value in loaded.items() if name != "params"}
+    # How moments are stored is this optimizer's choice: loaded ones are rounded to it.
+    found = {name: value for name, value in loaded.items() if name not in ("params", "optim_bits")}
     if "adamw_mode" in group:
         # A group of torch's Adam or AdamW says so by this key alone.
         found.setdefault("adamw_mode", found.get("decoupled_weight_decay", group["adamw_mode"]))

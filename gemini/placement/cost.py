@@ -89,7 +89,7 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
     )
 
 
-def update_bytes(facts: ChunkFacts, optim_states: int) -> int:
+def update_bytes(facts: ChunkFacts, optim_states: float) -> int:
     """Bytes that an update reads and writes for a chunk on one rank.
 
     Adam, with two states, takes 26 bytes per parameter with split masters and 28 in fp32.
@@ -101,7 +101,7 @@ def update_bytes(facts: ChunkFacts, optim_states: int) -> int:
     master = 2 * facts.master_itemsize if dtypes.weight.is_half else 0
     # The update writes the weight. It reads the weight only where that is the master or the upper half of a split one.
     weight = dtypes.weight.itemsize * (1 if dtypes.weight.is_half and not facts.splits_master else 2)
-    return facts.optim_layout.shard_numel * (states + master + weight + dtypes.rest.itemsize)
+    return round(facts.optim_layout.shard_numel * (states + master + weight + dtypes.rest.itemsize))
 
 
 # -- The cost model: seconds of a step from bytes, FLOPs and rates. All of its figures are *modelled*, not measured.

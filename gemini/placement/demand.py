@@ -130,7 +130,9 @@ WRAPPED_KINDS = (Kind.PARAM, Kind.GRAD, Kind.MASTER)
 """States that take memory when a model is wrapped. Optimizer state follows when the optimizer is made."""
 
 OPTIM_STATES = 2
-"""States per element that a plan counts until an optimizer is made: Adam's two moments."""
+"""States per element that a plan counts until an optimizer is made: Adam's two moments.
+
+Numbers of states are in states of full precision: moments of 8 bits count as 2 x 260 / 1,024."""
 
 
 def update_tier(tier: Tier) -> Tier:
@@ -142,7 +144,7 @@ class StateHome(NamedTuple):
     """Where a plan has room for a chunk's optimizer state, and for how many states per element."""
 
     tier: Tier
-    num_states: int = OPTIM_STATES
+    num_states: float = OPTIM_STATES
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class ChunkDemand:
     numel: int = 0  # elements of the payload
     link: LinkBytes = LinkBytes()
     updated_numel: int = 0  # elements that this rank updates in a step
-    optim_states: int = field(default=OPTIM_STATES, compare=False)  # per element; in `home_bytes`, if it has any
+    optim_states: float = field(default=OPTIM_STATES, compare=False)  # per element; in `home_bytes`, if it has any
 
     def needs_slot_of(self, kind: Kind) -> bool:
         """Whether using its parameters (or gradient) takes a slot even where they are at home on the device.

@@ -197,7 +197,7 @@ def demand_of(
     *,
     micro_batches: int = 1,
     max_host_bytes: int | None = None,
-    optim_states: Sequence[int] | None = None,
+    optim_states: Sequence[float] | None = None,
     costs: Costs = ON_THE_CPU,
     frees_gradients: bool = False,
 ) -> Demand:
@@ -271,7 +271,7 @@ def _chunk_demand(
     stage: int,
     world_size: int,
     micro_batches: int,
-    optim_states: int,
+    optim_states: float,
     frees_gradient: bool,
 ) -> ChunkDemand:
     dtypes, optim_numel = chunk.dtypes, chunk.optim_layout.shard_numel
@@ -288,7 +288,7 @@ def _chunk_demand(
         home_bytes[Kind.MASTER] = chunk.master_itemsize * optim_numel
     if is_trained or Kind.OPTIM in kept:
         # fp64 weights have fp64 states, all others have fp32 ones.
-        home_bytes[Kind.OPTIM] = optim_states * max(4, dtypes.weight.itemsize) * optim_numel
+        home_bytes[Kind.OPTIM] = round(optim_states * max(4, dtypes.weight.itemsize) * optim_numel)
     is_sharded = chunk.home_layout.world_size > 1
     may_be_on_disk = chunk.home_layout.world_size == chunk.optim_layout.world_size and not chunk.may_lend_home
     # Of its payload, with the same values: such a home may lie inside a slot.
@@ -432,13 +432,13 @@ class Packed:
         # A generator: sizes that no search comes to are never packed.
         self._unmade = packings(spec, settings, world_size)
         self._made: list[Packing] = []
-        self._demanded: dict[int, list[tuple[Packing, Demand]]] = {}  # by states per element
+        self._demanded: dict[float, list[tuple[Packing, Demand]]] = {}  # by states per element
 
     def __iter__(self) -> Iterator[tuple[Packing, Demand]]:
         """Iterate over `with_states` of Adam. Raises ValueError if the shard strategy loses or repeats a weight."""
         return self.with_states(OPTIM_STATES)
 
-    def with_states(self, optim_states: int) -> Iterator[tuple[Packing, Demand]]:
+    def with_states(self, optim_states: float) -> Iterator[tuple[Packing, Demand]]:
         """The packings with their demands for an optimizer that keeps so many states per element. Raises likewise."""
         demanded = self._demanded.setdefault(optim_states, [])
         place = 0
@@ -456,7 +456,7 @@ class Packed:
             self._made.append(packing)
         return packing is not None
 
-    def _demand_of(self, packing: Packing, optim_states: int) -> Demand:
+    def _demand_of(self, packing: Packing, optim_states: float) -> Demand:
         trained, states = trained_at_first(self.spec, packing), [optim_states] * len(packing.chunks)
         # The host's budget is left out, because it is in no byte of the demand: `find_plans` adds it.
         return packing_demand(packing, self.spec, trained, {}, self._settings, self.world_size, optim_states=states)
@@ -471,7 +471,7 @@ def packing_demand(
     world_size: int,
     max_host_bytes: int | None = None,
     micro_batches: int = 1,
-    optim_states: Sequence[int] | None = None,
+    optim_states: Sequence[float] | None = None,
 ) -> Demand:
     """`demand_of` the chunks of `packing`. settings: all count but for the budgets and the policy."""
     # A number in the settings holds for all steps. Without one the plan counts as many micro-batches as steps have

@@ -46,18 +46,18 @@ KINDS = {
 }
 
 
-def states_by_chunk(states: int | OptimizerKind, packing: Packing, spec: ModelSpec) -> list[int]:
+def states_by_chunk(states: float | OptimizerKind, packing: Packing, spec: ModelSpec) -> list[float]:
     """States per element of each chunk: the most of any of its weights, since a chunk has a state for all or none."""
-    if isinstance(states, int):
+    if not isinstance(states, OptimizerKind):
         return [states] * len(packing.chunks)
     weights = {weight.name: states.states_of(weight) for weight in spec.weights}
     return [max((weights[name] for name in chunk.names), default=0) for chunk in packing.chunks]
 
 
-def states_in_all(states: int | OptimizerKind, weights: Sequence[WeightSpec]) -> int:
+def states_in_all(states: float | OptimizerKind, weights: Sequence[WeightSpec]) -> int:
     """Bytes of the states of these weights, without what chunks have beside: fp32, or fp64 of fp64 weights."""
-    found = 0
+    found = 0.0
     for weight in weights:
-        count = states if isinstance(states, int) else states.states_of(weight)
+        count = states.states_of(weight) if isinstance(states, OptimizerKind) else states
         found += count * weight.numel * max(4, weight.dtype.itemsize)
-    return found
+    return int(found)

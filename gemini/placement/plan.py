@@ -42,7 +42,7 @@ class Plan(Decisions):
         return self.packed_minimum_bytes
 
     @property
-    def _most_states(self) -> int:
+    def _most_states(self) -> float:
         return max((chunk.optim_states for chunk in self.demand.chunks), default=0)
 
     @cached_property
@@ -116,7 +116,7 @@ def kept_at_first(spec: ModelSpec, packing: Packing) -> dict[int, frozenset[Kind
 
 
 def least_of_all_packings(
-    spec: ModelSpec, settings: Settings, world_size: int, infers: bool, optim_states: int
+    spec: ModelSpec, settings: Settings, world_size: int, infers: bool, optim_states: float
 ) -> int | None:
     """The least bytes of model data that the device needs, over all chunk sizes that may be chosen. Local.
 

@@ -27,7 +27,7 @@ class PlanChanges(TypedDict, total=False):
     budget: Budget
     infers: bool
     micro_batches: int  # per step, if the settings do not fix the number
-    optim_states: Sequence[int]  # states per element that the optimizer keeps, by chunk index
+    optim_states: Sequence[float]  # states per element that the optimizer keeps, by chunk index
     is_by_default: bool  # a refusal says what the default leaves to activations
 
 
@@ -74,7 +74,7 @@ def plan_packing(
     kept: Mapping[int, frozenset[Kind]],
     infers: bool = False,
     micro_batches: int = 1,
-    optim_states: Sequence[int] | None = None,
+    optim_states: Sequence[float] | None = None,
 ) -> Plan:
     """The plan with the chunks of `packing`. Local. Raises BudgetError if the device budget is too small.
 
@@ -319,15 +319,15 @@ def micro_batches_in_words(before: Plan, after: Plan) -> str:
     return f"steps have {now} micro-batches, and the plan was for {was}: {_moved_in_words(before, after)}"
 
 
-def has_room_for(plan: Plan, optim_states: Sequence[int]) -> bool:
+def has_room_for(plan: Plan, optim_states: Sequence[float]) -> bool:
     """Whether the plan counts these numbers of states per element, for the chunks that have a home for any."""
     pairs = zip(plan.demand.chunks, optim_states, strict=True)
     return all(chunk.optim_states == number for chunk, number in pairs if Kind.OPTIM in chunk.home_bytes)
 
 
-def states_in_words(optim_states: Sequence[int]) -> str:
+def states_in_words(optim_states: Sequence[float]) -> str:
     """How many states per element an optimizer keeps, in runs of chunks that have equally many."""
-    runs = [f"{number} of {len(list(its))} chunks" for number, its in groupby(optim_states)]
+    runs = [f"{number:g} of {len(list(its))} chunks" for number, its in groupby(optim_states)]
     return f"states per element: {', '.join(runs)}"
 
 

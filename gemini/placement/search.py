@@ -161,7 +161,7 @@ def infer_with(
     return plan
 
 
-def train_with(plan: Plan, optim_states: int) -> Plan | None:
+def train_with(plan: Plan, optim_states: float) -> Plan | None:
     """The first plan with the chunks of `plan`, for an optimizer that keeps so many states. None: it does not fit."""
     spec, settings, states = plan.spec, plan.settings, [optim_states] * len(plan.packing.chunks)
     trained = trained_at_first(spec, plan.packing)
@@ -189,7 +189,7 @@ class Found:
 
 
 def find_plans(
-    packed: Packed, settings: Settings, free: FreeBytes | None = None, optim_states: int = OPTIM_STATES
+    packed: Packed, settings: Settings, free: FreeBytes | None = None, optim_states: float = OPTIM_STATES
 ) -> Found:
     """Plans for training with an optimizer that keeps `optim_states` states per element. Local.
 
@@ -334,7 +334,7 @@ def plan_training(
     packed: Packed,
     settings: Settings,
     free: FreeBytes,
-    optim_states: int | OptimizerKind = OPTIM_STATES,
+    optim_states: float | OptimizerKind = OPTIM_STATES,
     is_try: bool = False,
 ) -> Plan:
     """The plan of a model whose optimizer keeps `optim_states` states per element of each chunk. Local.
@@ -357,7 +357,7 @@ def plan_training(
     return replace(plan, is_first=True)
 
 
-def with_least(error: BudgetError, plan: Plan, optim_states: int) -> BudgetError:
+def with_least(error: BudgetError, plan: Plan, optim_states: float) -> BudgetError:
     """The refusal to train with the chunks of `plan`, with the least that any other chunk size needs, if that is less.
 
     optim_states: the most states per element that the optimizer keeps. Local.

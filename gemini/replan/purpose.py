@@ -84,7 +84,7 @@ class Purpose:
             if error is not None:
                 self._manager.training.refuse(error)
 
-    def begin_training(self, shown: str, optim_states: Sequence[int]) -> None:
+    def begin_training(self, shown: str, optim_states: Sequence[float]) -> None:
         """Put the plan for training in force, if the model has only inferred so far or the plan counts other states.
 
         shown: what begins training. optim_states: how many states per element the optimizer keeps, by chunk index. If
@@ -113,7 +113,7 @@ class Purpose:
         self._may_infer = False
 
     @contextmanager
-    def beginning_training(self, shown: str, optim_states: Sequence[int]) -> Iterator[None]:
+    def beginning_training(self, shown: str, optim_states: Sequence[float]) -> Iterator[None]:
         """Inside, the plan for training is in force. An exception in the block lets the model infer again.
 
         The arguments are those of `begin_training`. Collective. Raises BudgetError, alike on all ranks, if training
@@ -173,7 +173,7 @@ class Purpose:
         return True
 
     def _try_training(
-        self, shown: str, optim_states: Sequence[int] | None = None, change: tuple[str, str] = _BEGUN
+        self, shown: str, optim_states: Sequence[float] | None = None, change: tuple[str, str] = _BEGUN
     ) -> BudgetError | None:
         """Put the plan for training in force. Collective. Returns why not, if the plan in force has to stay.
 

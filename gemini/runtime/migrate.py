@@ -25,6 +25,7 @@ from gemini.runtime.chunk import Chunk, ManagedParameter, ParamState
 from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.grads import LeftGradients
 from gemini.runtime.step import Step
+from optim import StateLayout
 
 
 class StateStore(Protocol):
@@ -58,7 +59,10 @@ class StateStore(Protocol):
     def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
         """Host bytes of the chunk's state if it is planned at `home`."""
 
-    def state_counts(self, chunks: Iterable[Chunk]) -> list[int]:
+    def layout_of(self, chunk: Chunk) -> StateLayout | None:
+        """How the flat states of the chunk are stored; None: as numbers of their dtype."""
+
+    def state_counts(self, chunks: Iterable[Chunk]) -> list[float]:
         """How many states per element each chunk has or needs. Equal on all ranks."""
 
     def note_followed(self) -> None:

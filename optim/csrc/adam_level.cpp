@@ -5,14 +5,22 @@
 #include <cstring>
 #include <type_traits>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace gemini::GEMINI_LEVEL {
 
 namespace {
 
+// GCC 12 takes a function that only prefetches for one without effect, and drops the calls. And so many loops make this
+// file too large for it: it would not inline their bodies, and not vectorise them.
+#define GEMINI_ALWAYS_INLINE __attribute__((always_inline)) inline
+
 #include "half.h"
 
 // See optim/split.py.
-inline uint32_t joined(uint16_t weight, int16_t remainder) {
+GEMINI_ALWAYS_INLINE uint32_t joined(uint16_t weight, int16_t remainder) {
     const bool was_zeroed = (weight & 0x7fff) == 0 && remainder < 0;
     return (uint32_t(weight) << 16) + (was_zeroed ? 0u : uint32_t(int32_t(remainder)));
 }
@@ -20,7 +28,7 @@ inline uint32_t joined(uint16_t weight, int16_t remainder) {
 enum class Decay { none, l2, decoupled };
 
 template <Decay decay>
-inline float updated(float p, float g, float& m, float& v, const AdamScalars& s) {
+GEMINI_ALWAYS_INLINE float updated(float p, float g, float& m, float& v, const AdamScalars& s) {
     g = g * s.grad_scale;  // by 1 where there is nothing to do: no bit changes
     g = g * s.clip;
     if constexpr (decay == Decay::l2) g = g + p * s.l2;
@@ -35,41 +43,44 @@ inline float updated(float p, float g, float& m, float& v, const AdamScalars& s)
 constexpr int64_t block_numel = 64;
 constexpr int64_t prefetch_bytes = 2048;
 
-// always_inline: GCC 12 takes a function that only prefetches for one without effect, and drops the calls.
-#define GEMINI_ALWAYS_INLINE __attribute__((always_inline)) inline
-
-template <class T>
+template <int64_t numel, class T>
 GEMINI_ALWAYS_INLINE void prefetch(const T* values) {
     const char* ahead = reinterpret_cast<const char*>(values) + prefetch_bytes;
-    for (int64_t at = 0; at < block_numel * int64_t(sizeof(T)); at += 64) __builtin_prefetch(ahead + at, 0, 3);
+    for (int64_t at = 0; at < numel * int64_t(sizeof(T)); at += 64) __builtin_prefetch(ahead + at, 0, 3);
 }
 
-template <Layout layout, class Grad>
+template <Layout layout, class Grad, class Moment>
 struct Streams {
     using Weight = std::conditional_t<layout == Layout::split, uint16_t, float>;
 
     Weight* __restrict weight;
     const Grad* grad;
-    float* __restrict exp_avg;
-    float* __restrict exp_avg_sq;
+    Moment* __restrict exp_avg;
+    Moment* __restrict exp_avg_sq;
     uint16_t* half;  // may be the memory of a 16-bit gradient
     int16_t* __restrict remainder;
 
     Streams(const AdamPiece& piece, int64_t begin)
         : weight(static_cast<Weight*>(piece.weight) + begin),
           grad(static_cast<const Grad*>(piece.grad) + begin),
-          exp_avg(piece.exp_avg + begin),
-          exp_avg_sq(piece.exp_avg_sq + begin),
+          exp_avg(static_cast<Moment*>(piece.exp_avg) + begin),
+          exp_avg_sq(static_cast<Moment*>(piece.exp_avg_sq) + begin),
           half(piece.half ? static_cast<uint16_t*>(piece.half) + begin : nullptr),
           remainder(piece.remainder ? piece.remainder + begin : nullptr) {}
 
+    // The same elements with other memory for their moments.
+    template <class Other>
+    Streams(const Streams<layout, Grad, Other>& other, Moment* first, Moment* second)
+        : weight(other.weight), grad(other.grad), exp_avg(first), exp_avg_sq(second), half(other.half), remainder(other.remainder) {}
+
+    template <int64_t numel = block_numel>
     GEMINI_ALWAYS_INLINE void prefetch_block() const {
-        prefetch(weight);
-        prefetch(grad);
-        prefetch(exp_avg);
-        prefetch(exp_avg_sq);
-        if constexpr (layout == Layout::split) prefetch(remainder);
-        if constexpr (layout == Layout::whole_and_bf16 || layout == Layout::whole_and_fp16) prefetch(half);
+        prefetch<numel>(weight);
+        prefetch<numel>(grad);
+        prefetch<numel>(exp_avg);
+        prefetch<numel>(exp_avg_sq);
+        if constexpr (layout == Layout::split) prefetch<numel>(remainder);
+        if constexpr (layout == Layout::whole_and_bf16 || layout == Layout::whole_and_fp16) prefetch<numel>(half);
     }
 
     void advance(int64_t count) {
@@ -82,25 +93,38 @@ struct Streams {
     }
 };
 
-template <Layout layout, Decay decay, class Grad>
-inline void update_some(const Streams<layout, Grad>& at, const AdamScalars& s, int64_t count) {
+template <Layout layout, Decay decay, class Grad, class Moment>
+GEMINI_ALWAYS_INLINE void update_some(const Streams<layout, Grad, Moment>& at, const AdamScalars& s, int64_t count) {
+    constexpr bool in_bf16 = std::is_same_v<Moment, uint16_t>;  // else float
     auto* __restrict weight = at.weight;
     const Grad* grad = at.grad;
-    float* __restrict exp_avg = at.exp_avg;
-    float* __restrict exp_avg_sq = at.exp_avg_sq;
+    Moment* __restrict exp_avg = at.exp_avg;
+    Moment* __restrict exp_avg_sq = at.exp_avg_sq;
     uint16_t* half = at.half;
     int16_t* __restrict remainder = at.remainder;
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) {
-        float m = exp_avg[i], v = exp_avg_sq[i], p;
+        float m, v, p;
+        if constexpr (in_bf16) {
+            m = widen(Bf16{exp_avg[i]});
+            v = widen(Bf16{exp_avg_sq[i]});
+        } else {
+            m = exp_avg[i];
+            v = exp_avg_sq[i];
+        }
         if constexpr (layout == Layout::split) {
             p = as_float(joined(weight[i], remainder[i]));
         } else {
             p = weight[i];
         }
         p = updated<decay>(p, widen(grad[i]), m, v, s);
-        exp_avg[i] = m;
-        exp_avg_sq[i] = v;
+        if constexpr (in_bf16) {
+            exp_avg[i] = to_bf16_even(as_bits(m));
+            exp_avg_sq[i] = to_bf16_even(as_bits(v));
+        } else {
+            exp_avg[i] = m;
+            exp_avg_sq[i] = v;
+        }
         const uint32_t bits = as_bits(p);
         if constexpr (layout == Layout::split) {
             const uint16_t rounded = to_bf16(bits).bits;
@@ -114,10 +138,10 @@ inline void update_some(const Streams<layout, Grad>& at, const AdamScalars& s, i
     }
 }
 
-template <Layout layout, Decay decay, class Grad>
+template <Layout layout, Decay decay, class Grad, class Moment>
 void update(const AdamPiece& piece, const AdamScalars& scalars, int64_t begin, int64_t end) {
     const AdamScalars s = scalars;
-    Streams<layout, Grad> at(piece, begin);
+    Streams<layout, Grad, Moment> at(piece, begin);
     int64_t left = end - begin;
     for (; left >= block_numel; left -= block_numel) {
         at.prefetch_block();
@@ -127,30 +151,137 @@ void update(const AdamPiece& piece, const AdamScalars& scalars, int64_t begin, i
     update_some<layout, decay>(at, s, left);
 }
 
+// The largest magnitude, times two, plus one where a positive element has it.
+GEMINI_ALWAYS_INLINE uint32_t largest_of(const float* __restrict values, int64_t count) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = as_bits(values[i]);
+        const uint32_t key = (bits << 1) | (~bits >> 31);
+        largest = key > largest ? key : largest;
+    }
+    return largest;
+}
+
+// One block, as optim/reference.py's `quantize_`.
+template <bool is_signed>
+GEMINI_ALWAYS_INLINE void quantize(const float* __restrict values, int64_t count, const DynamicMap& its, uint8_t* __restrict codes,
+                                   float* scale) {
+    const uint32_t largest = largest_of(values, count), magnitude = largest >> 1;
+    if (magnitude == 0 || magnitude >= 0x7f800000u) {
+        *scale = as_float(magnitude == 0 ? 0u : 0x7fc00000u);
+        std::memset(codes, 0, size_t(count));
+        return;
+    }
+    const DynamicMap map = its;
+    const float divisor = as_float(magnitude | (largest & 1u ? 0u : 0x80000000u));
+    const float factor = as_float(magnitude) < 0x1p-64f ? 0x1p64f : 1.0f;
+    const float inverse = 1.0f / (divisor * factor);
+    *scale = divisor;
+    for (int64_t i = 0; i < count; ++i) {
+        const float value = (values[i] * factor) * inverse;
+        const float y = is_signed ? std::fabs(value) : value;
+        float power = map.powers[0], size = map.sizes[0];
+        for (int decade = 1; decade < 7; ++decade) {
+            power = y > map.borders[decade] ? map.powers[decade] : power;
+            size = y > map.borders[decade] ? map.sizes[decade] : size;
+        }
+        float place = (y * power - 0.1f) * (1.0f / 0.9f) + 1.0f;
+        place = place > 1.0f ? place : 1.0f;
+        place = place < 0x1.fffffep0f ? place : 0x1.fffffep0f;
+        int32_t index = int32_t(place * size) - map.first;
+        index = y > map.borders[0] ? index : 0;
+        index = y > map.borders[7] ? map.top : index;
+        if constexpr (is_signed) {
+            const int32_t below = 127 - index;
+            index = (value < 0.0f ? (below < 0 ? 0 : below) : 127 + index) ^ 127;
+        }
+        codes[i] = uint8_t(index);
+    }
+}
+
+inline void dequantize(const uint8_t* __restrict codes, int64_t count, const float* __restrict entries, float scale,
+                       float* __restrict values) {
+    int64_t i = 0;
+#ifdef __AVX512F__
+    // Lookups in registers: loads of 16 elements from 16 places are slow where they are mitigated against Downfall.
+    __m512 part[16];
+    for (int each = 0; each < 16; ++each) part[each] = _mm512_loadu_ps(entries + 16 * each);
+    const __m512 scales = _mm512_set1_ps(scale);
+    for (; i + 16 <= count; i += 16) {
+        const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
+        const auto pair = [&](int each) { return _mm512_permutex2var_ps(part[2 * each], code, part[2 * each + 1]); };
+        const __mmask16 bit5 = _mm512_test_epi32_mask(code, _mm512_set1_epi32(32));
+        const __mmask16 bit6 = _mm512_test_epi32_mask(code, _mm512_set1_epi32(64));
+        const __mmask16 bit7 = _mm512_test_epi32_mask(code, _mm512_set1_epi32(128));
+        const auto four = [&](int each) {
+            return _mm512_mask_blend_ps(bit6, _mm512_mask_blend_ps(bit5, pair(4 * each), pair(4 * each + 1)),
+                                        _mm512_mask_blend_ps(bit5, pair(4 * each + 2), pair(4 * each + 3)));
+        };
+        _mm512_storeu_ps(values + i, _mm512_mul_ps(_mm512_mask_blend_ps(bit7, four(0), four(1)), scales));
+    }
+#endif
+    for (; i < count; ++i) values[i] = entries[codes[i]] * scale;
+}
+
+template <Layout layout, Decay decay, class Grad>
+void update_blocks(const AdamPiece& piece, const AdamScalars& scalars, const DynamicMaps& maps, int64_t begin, int64_t end) {
+    const AdamScalars s = scalars;
+    alignas(64) float first[moment_block], second[moment_block];
+    Streams<layout, Grad, uint8_t> stored(piece, begin);
+    float* first_scale = piece.exp_avg_scale + begin / moment_block;
+    float* second_scale = piece.exp_avg_sq_scale + begin / moment_block;
+    for (int64_t left = end - begin; left > 0; left -= moment_block, ++first_scale, ++second_scale) {
+        const int64_t count = left < moment_block ? left : moment_block;
+        stored.template prefetch_block<moment_block>();
+        dequantize(stored.exp_avg, count, maps.exp_avg.entries, *first_scale, first);
+        dequantize(stored.exp_avg_sq, count, maps.exp_avg_sq.entries, *second_scale, second);
+        const Streams<layout, Grad, float> at(stored, first, second);
+        if (count == moment_block) {
+            update_some<layout, decay>(at, s, moment_block);
+            quantize<true>(first, moment_block, maps.exp_avg, stored.exp_avg, first_scale);
+            quantize<false>(second, moment_block, maps.exp_avg_sq, stored.exp_avg_sq, second_scale);
+        } else {
+            update_some<layout, decay>(at, s, count);
+            quantize<true>(first, count, maps.exp_avg, stored.exp_avg, first_scale);
+            quantize<false>(second, count, maps.exp_avg_sq, stored.exp_avg_sq, second_scale);
+        }
+        stored.advance(count);
+    }
+}
+
+template <Layout layout, Decay decay, class Grad>
+void by_moments(const AdamPiece& piece, const AdamScalars& s, const DynamicMaps& maps, int64_t begin, int64_t end) {
+    switch (piece.moments) {
+        case Moments::fp32: return update<layout, decay, Grad, float>(piece, s, begin, end);
+        case Moments::bf16: return update<layout, decay, Grad, uint16_t>(piece, s, begin, end);
+        case Moments::blocks: return update_blocks<layout, decay, Grad>(piece, s, maps, begin, end);
+    }
+}
+
 template <Layout layout, class Grad>
-void by_decay(const AdamPiece& piece, const AdamScalars& s, int64_t begin, int64_t end) {
-    if (s.l2 != 0.0f) return update<layout, Decay::l2, Grad>(piece, s, begin, end);
-    if (s.decay != 0.0f) return update<layout, Decay::decoupled, Grad>(piece, s, begin, end);
-    return update<layout, Decay::none, Grad>(piece, s, begin, end);
+void by_decay(const AdamPiece& piece, const AdamScalars& s, const DynamicMaps& maps, int64_t begin, int64_t end) {
+    if (s.l2 != 0.0f) return by_moments<layout, Decay::l2, Grad>(piece, s, maps, begin, end);
+    if (s.decay != 0.0f) return by_moments<layout, Decay::decoupled, Grad>(piece, s, maps, begin, end);
+    return by_moments<layout, Decay::none, Grad>(piece, s, maps, begin, end);
 }
 
 template <Layout layout>
-void by_grad(const AdamPiece& piece, const AdamScalars& s, int64_t begin, int64_t end) {
+void by_grad(const AdamPiece& piece, const AdamScalars& s, const DynamicMaps& maps, int64_t begin, int64_t end) {
     switch (piece.grad_type) {
-        case GradType::fp32: return by_decay<layout, float>(piece, s, begin, end);
-        case GradType::bf16: return by_decay<layout, Bf16>(piece, s, begin, end);
-        case GradType::fp16: return by_decay<layout, Fp16>(piece, s, begin, end);
+        case GradType::fp32: return by_decay<layout, float>(piece, s, maps, begin, end);
+        case GradType::bf16: return by_decay<layout, Bf16>(piece, s, maps, begin, end);
+        case GradType::fp16: return by_decay<layout, Fp16>(piece, s, maps, begin, end);
     }
 }
 
 }  // namespace
 
-void adam_update(const AdamPiece& piece, const AdamScalars& s, int64_t begin, int64_t end) {
+void adam_update(const AdamPiece& piece, const AdamScalars& s, const DynamicMaps& maps, int64_t begin, int64_t end) {
     switch (piece.layout) {
-        case Layout::whole: return by_grad<Layout::whole>(piece, s, begin, end);
-        case Layout::whole_and_bf16: return by_grad<Layout::whole_and_bf16>(piece, s, begin, end);
-        case Layout::whole_and_fp16: return by_grad<Layout::whole_and_fp16>(piece, s, begin, end);
-        case Layout::split: return by_grad<Layout::split>(piece, s, begin, end);
+        case Layout::whole: return by_grad<Layout::whole>(piece, s, maps, begin, end);
+        case Layout::whole_and_bf16: return by_grad<Layout::whole_and_bf16>(piece, s, maps, begin, end);
+        case Layout::whole_and_fp16: return by_grad<Layout::whole_and_fp16>(piece, s, maps, begin, end);
+        case Layout::split: return by_grad<Layout::split>(piece, s, maps, begin, end);
     }
 }
 

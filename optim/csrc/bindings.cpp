@@ -1,12 +1,14 @@
 // optim._cpu: the kernels as Python functions on addresses. optim/cpu_adam.py and optim/cpu_norm.py check the tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
 #include <mutex>
+#include <utility>
 
 #include "adam.h"
 #include "norm.h"
@@ -46,8 +48,11 @@ int64_t share_of(int64_t count, int num_threads, int64_t least) {
     return std::max(least, (count / (2 * int64_t(num_threads)) / 64 + 1) * 64);
 }
 
-// weight, grad, exp_avg, exp_avg_sq, half, remainder, numel, grad type, layout
-using RawPiece = std::array<uint64_t, 9>;
+// weight, grad, exp_avg, exp_avg_sq, half, remainder, numel, grad type, layout, moments, and their scales
+using RawPiece = std::array<uint64_t, 12>;
+// The address of the entries, then borders, powers, sizes, first and top: of exp_avg, then of exp_avg_sq.
+using RawMap = std::pair<uint64_t, std::array<float, 24>>;
+using RawMaps = std::array<RawMap, 2>;
 
 template <class T>
 T* at(uint64_t address) {
@@ -55,8 +60,23 @@ T* at(uint64_t address) {
 }
 
 AdamPiece piece_of(const RawPiece& raw) {
-    return AdamPiece{at<void>(raw[0]),    at<const void>(raw[1]), at<float>(raw[2]),     at<float>(raw[3]),   at<void>(raw[4]),
-                     at<int16_t>(raw[5]), int64_t(raw[6]),        GradType(int(raw[7])), Layout(int(raw[8]))};
+    return AdamPiece{at<void>(raw[0]),      at<const void>(raw[1]), at<void>(raw[2]),       at<void>(raw[3]),
+                     at<void>(raw[4]),      at<int16_t>(raw[5]),    int64_t(raw[6]),        GradType(int(raw[7])),
+                     Layout(int(raw[8])),   Moments(int(raw[9])),   at<float>(raw[10]),     at<float>(raw[11])};
+}
+
+DynamicMap map_of(const RawMap& raw) {
+    DynamicMap map{at<const float>(raw.first), {}, {}, {}, int32_t(raw.second[22]), int32_t(raw.second[23])};
+    std::copy_n(raw.second.begin(), 8, map.borders);
+    std::copy_n(raw.second.begin() + 8, 7, map.powers);
+    std::copy_n(raw.second.begin() + 15, 7, map.sizes);
+    return map;
+}
+
+// A border between two threads' elements: blocks of moments are not cut.
+int64_t border_of(const AdamPiece& piece, int64_t element) {
+    if (piece.moments != Moments::blocks) return element;
+    return std::min(piece.numel, (element + moment_block - 1) / moment_block * moment_block);
 }
 
 AdamScalars scalars_of(const std::array<float, 11>& s) {
@@ -64,9 +84,11 @@ AdamScalars scalars_of(const std::array<float, 11>& s) {
 }
 
 // The pieces lie one after the other in one range of elements, which is cut without regard to their borders.
-void adam(const std::vector<RawPiece>& raw, const std::array<float, 11>& numbers, int num_threads, const std::string& level) {
+void adam(const std::vector<RawPiece>& raw, const std::array<float, 11>& numbers, const RawMaps& raw_maps, int num_threads,
+          const std::string& level) {
     const AdamRange update = adam_range(level_called(level));
     const AdamScalars scalars = scalars_of(numbers);
+    const DynamicMaps maps{map_of(raw_maps[0]), map_of(raw_maps[1])};
     std::vector<AdamPiece> pieces;
     std::vector<int64_t> ends;
     int64_t total = 0;
@@ -79,7 +101,8 @@ void adam(const std::vector<RawPiece>& raw, const std::array<float, 11>& numbers
         while (begin < end) {
             const AdamPiece& piece = pieces[number];
             const int64_t start = ends[number] - piece.numel, stop = std::min(end, ends[number]);
-            if (begin < stop) update(piece, scalars, begin - start, stop - start);
+            const int64_t first = border_of(piece, begin - start), last = border_of(piece, stop - start);
+            if (first < last) update(piece, scalars, maps, first, last);
             begin = std::max(begin, stop);
             ++number;
         }
@@ -116,7 +139,8 @@ NB_MODULE(_cpu, m) {
     using release = nb::call_guard<nb::gil_scoped_release>;
     m.doc() = "Kernels of optim on addresses; see optim.cpu_adam and optim.cpu_norm.";
     m.def("levels", &gemini::level_names);
-    m.def("adam", &gemini::adam, nb::arg("pieces"), nb::arg("scalars"), nb::arg("num_threads"), nb::arg("level"), release());
+    m.def("adam", &gemini::adam, nb::arg("pieces"), nb::arg("scalars"), nb::arg("maps"), nb::arg("num_threads"), nb::arg("level"),
+          release());
     m.def("sum_of_squares", &gemini::sum_of_squares, nb::arg("limbs"), nb::arg("values"), nb::arg("numel"),
           nb::arg("type"), nb::arg("num_threads"), nb::arg("level"), release());
 }

@@ -53,3 +53,9 @@ inline Fp16 to_fp16(uint32_t bits) {
     rounded = magnitude > 0x7f800000u ? 0x7e00u : rounded;
     return Fp16{uint16_t(rounded | sign)};
 }
+
+// bf16 to nearest even, as moments are rounded; every NaN is 0x7fc0.
+inline uint16_t to_bf16_even(uint32_t bits) {
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return uint16_t(is_nan_bits(bits) ? 0x7fc0u : rounded);
+}

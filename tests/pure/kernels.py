@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from optim import AdamPiece, adam_scalars, cpu_adam, cpu_extension, reference
+from optim.piece import BLOCK
 
 ALL_LEVELS = ("avx512", "avx2", "portable")
 LEVELS = cpu_extension.levels()
@@ -34,6 +35,8 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 def same(found: Tensor, expected: Tensor) -> bool:
     """Equal bits; one NaN is as good as another, but for the one that a bf16 weight has."""
+    if found.dtype is torch.uint8:
+        return torch.equal(found, expected)
     if found.dtype is torch.int16 or found.dtype is torch.bfloat16:
         return torch.equal(bits_of(found), bits_of(expected))
     nan = expected.isnan()
@@ -69,9 +72,30 @@ def make_piece(
     return AdamPiece(p, g.to(grad), m, v, half)
 
 
+def with_moments(piece: AdamPiece, dtype: torch.dtype) -> AdamPiece:
+    """The piece with its moments rounded to fp32, bf16 or, as uint8, 8 bits."""
+    if dtype is torch.bfloat16:
+        return piece._replace(exp_avg=piece.exp_avg.bfloat16(), exp_avg_sq=piece.exp_avg_sq.bfloat16())
+    if dtype is torch.uint8:
+        first, its = quantized(piece.exp_avg, is_signed=True)
+        second, theirs = quantized(piece.exp_avg_sq, is_signed=False)
+        return piece._replace(exp_avg=first, exp_avg_sq=second, exp_avg_scale=its, exp_avg_sq_scale=theirs)
+    return piece
+
+
+def quantized(flat: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
+    """The bytes and scales of a moment."""
+    codes = torch.empty(flat.numel(), dtype=torch.uint8)
+    scales = torch.empty(-(-flat.numel() // BLOCK))
+    reference.quantize_(codes, scales, flat, is_signed)
+    return codes, scales
+
+
 def copy_of(piece: AdamPiece, offset: int = 0) -> AdamPiece:
     """Memory of its own, `offset` elements into their storages."""
-    return AdamPiece(*(None if t is None else torch.cat([t.new_zeros(offset), t])[offset:] for t in piece))  # type: ignore[arg-type]
+    return AdamPiece(
+        *(torch.cat([t.new_zeros(offset), t])[offset:] if isinstance(t, Tensor) else t for t in piece)  # type: ignore[arg-type]
+    )
 
 
 def differing(found: AdamPiece, expected: AdamPiece) -> list[str]:

@@ -429,7 +429,11 @@ _PRECISION = [
     Key("bf16.immediate_grad_update", bool, NoEffect("gradients reach their chunk the moment backward makes them")),
     Key("bf16.check_grad_overflow", bool, NoEffect("every step looks for non-finite gradients")),
     Key("bf16.bf16_master_weights_and_grads", bool, Refused("bf16 weights have masters of 32 bits, split in two")),
-    Key("bf16.bf16_optimizer_states", bool, Refused("moments are fp32")),
+    Key(
+        "bf16.bf16_optimizer_states",
+        bool,
+        MappedTo("optimizer.params.state_dtype", lambda on: "bf16" if on else None, "moments of 16 bits"),
+    ),
     Key("amp", Section, Refused("Apex is not used: write bf16 or fp16", _is_off)),
     Key(
         "torch_autocast",

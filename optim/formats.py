@@ -1,0 +1,217 @@
+"""Formats of optimizer state: how many bytes a block of 256 elements takes, and how it is read and written.
+
+A format belongs to a tensor, and its blocks begin with the tensor. Every tensor starts, and every shard ends, on a
+multiple of 256 elements, so no block is on two ranks, in two chunks or in two shares of a thread, and no bit of a state
+depends on where it rests. Everyone but a kernel sees fp32: state dicts, `safe_get_*` and the user's edits are read and
+written by `StateFormat.read` and `write`. A checkpoint has the bytes themselves.
+
+`StateLayout` says where the tensors of a shard have their blocks in the memory of one state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from optim.piece import BLOCK
+from optim.reference import dequantize_, quantize_, to_bfloat16_even_
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """How the elements of one state of one tensor are stored.
+
+    Args:
+        name: for errors, checkpoints and words.
+        dtype: of the stored elements.
+        has_scales: whether each block has an fp32 scale beside its elements.
+    """
+
+    name: str
+    dtype: torch.dtype
+    has_scales: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of `BLOCK` elements, its scale included."""
+        return BLOCK * self.dtype.itemsize + (_SCALE_BYTES if self.has_scales else 0)
+
+    def read(self, stored: Tensor, scales: Tensor | None, name: str, first: int = 0) -> Tensor:
+        """(numel,) fp32: what stored elements mean. It may be `stored` itself.
+
+        scales: of the blocks from that of the first element on. name: of the state. first: the place of the first
+            element in its block.
+        """
+        if scales is None:
+            return stored.float()
+        values = torch.empty(stored.numel(), dtype=torch.float32, device=stored.device)
+        if stored.numel():
+            dequantize_(values, stored, scales, _is_signed(name), first)
+        return values
+
+    def write(self, stored: Tensor, scales: Tensor | None, name: str, values: Tensor) -> None:
+        """Store `values`, (numel,), of any dtype and device. The first is the first of a block."""
+        values = values.to(stored.device, torch.float32)
+        if scales is not None:
+            quantize_(stored, scales, values, _is_signed(name))
+        elif self.dtype is torch.bfloat16:
+            to_bfloat16_even_(stored, values)
+        else:
+            stored.copy_(values)
+
+
+FP32 = StateFormat("fp32", torch.float32)
+BF16 = StateFormat("bf16", torch.bfloat16)
+EIGHT_BIT = StateFormat("8bit", torch.uint8, has_scales=True)
+FORMATS = {each.name: each for each in (FP32, BF16, EIGHT_BIT)}
+
+LEAST_NUMEL = 4096
+"""Elements of the smallest tensor whose moments have 8 bits, as in bitsandbytes: smaller ones have little to save."""
+
+
+def _is_signed(name: str) -> bool:
+    return name != "exp_avg_sq"
+
+
+def format_named(given: object) -> StateFormat:
+    """The format of `HybridAdam(state_dtype=given)`. Raises ValueError."""
+    if isinstance(given, StateFormat):
+        return given
+    for each in FORMATS.values():
+        if given == each.name or (given is each.dtype and not each.has_scales):
+            return each
+    raise ValueError(f"state_dtype must be torch.float32, torch.bfloat16 or '8bit', found {given!r}")
+
+
+def format_of_tensor(default: StateFormat, bits: object, numel: int, is_embedding: bool) -> StateFormat:
+    """The format of the moments of a tensor of `numel` elements in all, on whatever ranks these are.
+
+    default: of the optimizer. bits: `optim_bits` of the tensor's param group; None: it says nothing.
+    is_embedding: it is looked up by rows, of which most have no gradient in a step, and those that have a large one.
+    """
+    wanted = {None: default, 32: FP32, 8: EIGHT_BIT}[checked_bits(bits)]
+    if wanted is EIGHT_BIT and (numel < LEAST_NUMEL or (is_embedding and bits is None)):
+        return FP32
+    return wanted
+
+
+def checked_bits(bits: object) -> int | None:
+    """`optim_bits` of a param group. Raises ValueError for anything but 8, 32 and None."""
+    if bits is not None and (isinstance(bits, bool) or bits not in (8, 32)):
+        raise ValueError(f"optim_bits must be 8, 32 or None, found {bits!r}")
+    return None if bits is None else int(bits)
+
+
+class FormatRun(NamedTuple):
+    """Elements [start, start + numel) of a shard that have one format."""
+
+    start: int  # a multiple of BLOCK
+    numel: int
+    format: StateFormat
+    data_start: int = 0  # bytes
+    first_scale: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, of which the last one may be shorter."""
+        return -(-self.numel // BLOCK)
+
+
+class StoredRun(NamedTuple):
+    """Elements of one part in the memory of a state: views."""
+
+    start: int  # in the shard
+    format: StateFormat
+    elements: Tensor  # (numel,) of the format's dtype
+    scales: Tensor | None  # (blocks,) fp32
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Where the elements of a shard are in the memory of each of its states: (num_bytes,) uint8.
+
+    Elements of the parts come first, in their order, and then the scales of all. Paddings between tensors have no
+    memory.
+    """
+
+    parts: tuple[FormatRun, ...]  # in order
+    scales_start: int  # bytes
+    num_bytes: int  # alike on all ranks
+
+    @staticmethod
+    def of(runs: Iterable[tuple[int, int, StateFormat]], num_bytes: int = 0) -> StateLayout:
+        """runs: (start, numel, format) of every tensor's elements in the shard. num_bytes: at least so many."""
+        parts: list[FormatRun] = []
+        data = scales = 0
+        for start, numel, its in sorted(runs, key=lambda run: run[0]):
+            if start % BLOCK:
+                raise AssertionError(f"a tensor of a shard starts at element {start}, which is inside a block")
+            last = parts[-1] if parts else None
+            if last is not None and last.format is its and last.start + last.num_blocks * BLOCK == start:
+                # One part, with the padding between the two.
+                data, scales = last.data_start, last.first_scale
+                parts[-1] = part = last._replace(numel=start + numel - last.start)
+            else:
+                part = FormatRun(start, numel, its, data, scales)
+                parts.append(part)
+            data += part.num_blocks * BLOCK * its.dtype.itemsize
+            scales += part.num_blocks if its.has_scales else 0
+        end = -(-(data + _SCALE_BYTES * scales) // BLOCK) * BLOCK
+        return StateLayout(tuple(parts), data, max(end, num_bytes))
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """All of it is fp32."""
+        return all(part.format is FP32 for part in self.parts)
+
+    def format_at(self, start: int) -> StateFormat:
+        """Of the element, which is a tensor's."""
+        return next(part.format for part in reversed(self.parts) if part.start <= start)
+
+    def stored(self, flat: Tensor, start: int, numel: int) -> Iterator[StoredRun]:
+        """Views of elements [start, start + numel) in `flat`, the memory of a state, part by part.
+
+        `start` is the first element of a block, or of a format without scales.
+        """
+        for part in self.parts:
+            first, end = max(start, part.start), min(start + numel, part.start + part.numel)
+            if first >= end:
+                continue
+            size, before = part.format.dtype.itemsize, first - part.start
+            begin = part.data_start + before * size
+            elements = flat[begin : begin + (end - first) * size].view(part.format.dtype)
+            scales = None
+            if part.format.has_scales:
+                number = part.first_scale + before // BLOCK
+                count = (before % BLOCK + end - first + BLOCK - 1) // BLOCK
+                at = self.scales_start + _SCALE_BYTES * number
+                scales = flat[at : at + _SCALE_BYTES * count].view(torch.float32)
+            yield StoredRun(first, part.format, elements, scales)
+
+    def read(self, flat: Tensor, name: str, start: int, numel: int) -> Tensor:
+        """(numel,) fp32 elements from `start` on, any one of the shard; paddings are zeros."""
+        out = torch.zeros(numel, dtype=torch.float32, device=flat.device)
+        for each in self.stored(flat, start, numel):
+            values = each.format.read(each.elements, each.scales, name, each.start % BLOCK)
+            out[each.start - start :][: values.numel()].copy_(values)
+        return out
+
+    def write(self, flat: Tensor, name: str, start: int, values: Tensor) -> None:
+        """Store `values` from element `start` on, which is the first of a tensor's piece in the shard."""
+        for each in self.stored(flat, start, values.numel()):
+            part = values[each.start - start :][: each.elements.numel()]
+            each.format.write(each.elements, each.scales, name, part)
+
+    def zero(self, flat: Tensor, start: int, numel: int) -> None:
+        """Set elements to zero, as before the first update: whole blocks of a tensor's piece."""
+        for each in self.stored(flat, start, numel):
+            each.elements.zero_()
+            if each.scales is not None:
+                each.scales.zero_()

@@ -1,0 +1,153 @@
+"""Moments of 8 and 16 bits: what a byte means, and that every CPU kernel gives the bits of the reference."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optim import AdamPiece, adam_scalars, cpu_adam, reference
+from optim.piece import BLOCK
+from optim.reference import dequantize_, dynamic_map
+from tests.pure.kernels import GRADS, LAYOUTS, LEVELS, copy_of, differing, make_piece, quantized, updated, with_moments
+
+SMALL = [torch.uint8, torch.bfloat16]
+
+
+def of_bitsandbytes(is_signed: bool) -> Tensor:
+    """`bitsandbytes.functional.create_dynamic_map(is_signed, 7, 8)`, as published."""
+    data = []
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (i if is_signed else i + 1) + 1, dtype=torch.float64)
+        means = 10.0 ** (i - 6) * (edges[:-1] + edges[1:]) / 2
+        data += [*means.tolist(), *((-means).tolist() if is_signed else [])]
+    return torch.tensor(sorted([*data, 0.0, 1.0]), dtype=torch.float32)
+
+
+def dequantized(codes: Tensor, scales: Tensor, is_signed: bool) -> Tensor:
+    out = torch.empty(codes.numel())
+    dequantize_(out, codes, scales, is_signed)
+    return out
+
+
+def wide(numel: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator) * torch.exp(torch.randn(numel, generator=generator) * 4)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_the_maps_are_those_of_bitsandbytes(is_signed: bool) -> None:
+    found, expected = dynamic_map(is_signed).entries.sort().values, of_bitsandbytes(is_signed)
+    torch.testing.assert_close(found, expected, rtol=2e-7, atol=0.0)
+    # A byte of a first moment is the index in the sorted map with its low seven bits inverted: 0 means zero.
+    index = torch.arange(256) ^ (127 if is_signed else 0)
+    assert torch.equal(dynamic_map(is_signed).entries, found[index])
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_the_nearest_number_of_the_map_is_chosen(is_signed: bool) -> None:
+    x = wide(256 * 200)
+    x = x if is_signed else x.abs()
+    codes, scales = quantized(x, is_signed)
+    found = dequantized(codes, scales, is_signed).view(-1, BLOCK) / scales[:, None]
+    y = x.view(-1, BLOCK) / scales[:, None]
+    entries = dynamic_map(is_signed).entries.sort().values
+    best = (y[..., None] - entries).abs().amin(-1)
+    # But for what lies in the middle, to the rounding of the arithmetic, and for second moments that are not zero.
+    slack = 1e-6 * y.abs() + 1e-12 if is_signed else 1e-6 * y + 3.3e-7 * (y < 1.7e-7)
+    assert ((found - y).abs() <= best + slack).all()
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+@pytest.mark.parametrize("size", [1.0, 1e-10, 1e30, 1e-30])
+def test_quantising_what_was_dequantised_gives_the_same_bytes(is_signed: bool, size: float) -> None:
+    x = wide(5000) * size
+    codes, scales = quantized(x if is_signed else x.abs(), is_signed)
+    again, theirs = quantized(dequantized(codes, scales, is_signed), is_signed)
+    assert torch.equal(codes, again) and torch.equal(scales, theirs)
+
+
+def test_zeros_tiny_and_non_finite_blocks() -> None:
+    for is_signed in (True, False):
+        codes, scales = quantized(torch.tensor([0.0, -0.0] * 128), is_signed)
+        assert not codes.any() and scales.item() == 0.0 and not math.copysign(1, scales.item()) < 0
+        tiny = torch.full((256,), 1e-45)
+        assert torch.equal(dequantized(*quantized(tiny, is_signed), is_signed), tiny)
+        for bad in (math.inf, -math.inf, math.nan):
+            x = torch.ones(512)
+            x[3] = bad
+            found = dequantized(*quantized(x, is_signed), is_signed)
+            assert found[:256].isnan().all() and torch.equal(found[256:], x[256:])
+
+
+def test_a_second_moment_above_zero_stays_above_zero() -> None:
+    x = torch.full((256,), 1e-20)
+    x[0] = 1.0
+    assert (dequantized(*quantized(x, False), False) > 0).all()
+
+
+def test_a_block_without_gradient_decays_by_beta_and_its_bytes_stay() -> None:
+    piece = with_moments(make_piece(256 * 40, seed=1), torch.uint8)
+    piece = piece._replace(grad=torch.zeros_like(piece.grad))
+    piece.exp_avg_scale[0] = piece.exp_avg_sq_scale[0] = 0.0  # type: ignore[index]
+    piece.exp_avg[:256] = piece.exp_avg_sq[:256] = 0
+    weight = piece.weight.clone()
+    before = copy_of(piece)
+    for step in range(1, 20):
+        reference.update([piece], adam_scalars(step=step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0))
+        assert torch.equal(piece.exp_avg, before.exp_avg) and torch.equal(piece.exp_avg_sq, before.exp_avg_sq)
+    assert before.exp_avg_scale is not None and (before.exp_avg_scale < 0).any()
+    torch.testing.assert_close(piece.exp_avg_scale, before.exp_avg_scale * 0.9**19, rtol=1e-5, atol=0.0)
+    assert torch.equal(piece.weight[:256], weight[:256])
+
+
+def test_bf16_moments_round_to_nearest_even() -> None:
+    values = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800001], dtype=torch.int32).view(
+        torch.float32
+    )
+    out = torch.empty(5, dtype=torch.bfloat16)
+    reference.to_bfloat16_even_(out, values)
+    assert out.view(torch.int16).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x7FC0]
+
+
+@pytest.mark.skipif(not LEVELS, reason="gemini was installed without its CPU kernels")
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", ["random", "special", "bits"])
+@pytest.mark.parametrize("grad", GRADS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("moments", SMALL, ids=str)
+def test_every_kernel_gives_the_bits_of_the_reference(
+    moments: torch.dtype, layout: str, grad: torch.dtype, kind: str, level: str
+) -> None:
+    def kernel(pieces: list[AdamPiece], scalars: Any) -> None:
+        cpu_adam.update(pieces, scalars, level=level, num_threads=3)
+
+    for numel in (1, 255, 256, 257, 70_001):
+        piece = with_moments(make_piece(numel, layout, grad, kind, seed=numel), moments)
+        for options in ({}, {"clip": 0.3, "inv_scale": 2.0**-16}, {"adamw_mode": False}, {"weight_decay": 0.0}):
+            expected = updated(reference.update, piece, **options)
+            assert differing(updated(kernel, piece, numel % 4, **options), expected) == []
+
+
+@pytest.mark.skipif(not LEVELS, reason="gemini was installed without its CPU kernels")
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_pieces_of_all_formats_in_one_call(num_threads: int) -> None:
+    sizes = [5, 40_001, 1, 32_768, 70_001, 3]
+    pieces = [with_moments(make_piece(n, seed=n), [*SMALL, torch.float32][i % 3]) for i, n in enumerate(sizes)]
+    ours, theirs = [copy_of(each) for each in pieces], [copy_of(each) for each in pieces]
+    scalars = adam_scalars(step=3, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    cpu_adam.update(ours, scalars, num_threads=num_threads)
+    reference.update(theirs, scalars)
+    assert [differing(a, b) for a, b in zip(ours, theirs)] == [[]] * len(sizes)
+
+
+def test_a_piece_of_8_bit_moments_is_cut_between_blocks_only() -> None:
+    piece = with_moments(make_piece(1000), torch.uint8)
+    piece.check()
+    with pytest.raises(ValueError, match="cut at multiples of 256"):
+        piece.narrow(100, 300)
+    with pytest.raises(ValueError, match="exp_avg_scale must be given with uint8 moments"):
+        piece._replace(exp_avg_scale=None).check()
+    with pytest.raises(ValueError, match="must match weight"):
+        piece._replace(exp_avg_scale=torch.zeros(3)).check()
