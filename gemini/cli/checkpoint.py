@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -60,11 +61,8 @@ def verify(directory: _Directory, tag: _Tag = None, as_json: _Json = False) -> N
         with _bar("verify", total, shows=not as_json) as told:
             for each in ranks:
                 verify_files(folder, each, told)
-    typer.echo(
-        json.dumps({"path": str(folder), "bytes": total, "ok": True})
-        if as_json
-        else f"{folder}: {total} bytes, all as they were written"
-    )
+    facts = {"path": str(folder), "bytes": total, "ok": True}
+    _tell(as_json, facts, f"{folder}: {total} bytes, all as they were written")
 
 
 class _Form(StrEnum):
@@ -120,11 +118,9 @@ def export(
                 directory, out, tag, dtype or "own", max_file or "5GB", config, shows=not as_json
             )
     names = sorted(each.name for each in folder.iterdir())
-    typer.echo(
-        json.dumps({"path": str(folder), "bytes": total, "files": names})
-        if as_json
-        else f"{folder}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' * (len(names) > _SHOWN)}"
-    )
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    facts = {"path": str(folder), "bytes": total, "files": names}
+    _tell(as_json, facts, f"{folder}: {', '.join(names[:_SHOWN])}{more}")
 
 
 def _export_weights(
@@ -186,7 +182,7 @@ def _tell(as_json: bool, facts: dict[str, Any], words: str) -> None:
 
 
 def _facts(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    numel = sum(_numel(fact.shape) for fact in manifest.parameters)
+    numel = sum(math.prod(fact.shape) for fact in manifest.parameters)
     optimizer = manifest.optimizer
     groups = "" if optimizer is None else f"{optimizer.kind}, {len(optimizer.groups)} group(s)"
     return {
@@ -202,13 +198,6 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "bytes": sum(each.stat().st_size for each in folder.iterdir() if each.is_file()),
         "version": f"{manifest.version} ({', '.join(f'{k} {v}' for k, v in manifest.versions.items())})",
     }
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
 
 
 @contextmanager

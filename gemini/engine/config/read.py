@@ -306,7 +306,7 @@ def _in_words(text: str, error: json.JSONDecodeError) -> tuple[str, int]:
 def lines_of(text: str, suffix: str) -> dict[KeyPath, int]:
     """The line (from 1) of every key of a text that was read as a config. Empty for other texts."""
     try:
-        return _FINDERS[suffix](text) if suffix else {}
+        return _FORMATS[suffix][1](text) if suffix else {}
     # A line is a help only. The error itself is told in any case, and must not give way to one of this search.
     except (yaml.YAMLError, RecursionError):
         return {}
@@ -380,9 +380,6 @@ def _of_python(text: str) -> dict[KeyPath, int]:
     return lines
 
 
-_FINDERS = {".json": _of_json, ".yaml": _of_yaml, ".yml": _of_yaml, ".toml": _of_toml, ".py": _of_python}
-
-
 # -- From a file to the mapping that it holds: JSON, YAML, TOML, or Python that is run.
 
 
@@ -420,7 +417,7 @@ def read(source: Mapping[str, Any] | str | os.PathLike[str]) -> ConfigText:
     path = Path(source)
     text = _text_of(path)
     try:
-        found = _READERS[path.suffix](text, path)
+        found = _FORMATS[path.suffix][0](text, path)
     except TextError as error:
         # The message has what a parser found, so its traceback is noise; what the user's own code raised is not.
         cause = error.__cause__ if path.suffix == ".py" else None
@@ -458,8 +455,8 @@ def _text_of(path: Path) -> str:
         raise ConfigError(f"{path} is a directory: give the path of a config file in it")
     if not path.exists():
         raise ConfigError(f"{path} does not exist (looked for in {Path.cwd()}): give the path of a config, or a dict")
-    if path.suffix not in _READERS:
-        raise ConfigError(f"{path}: the end of the name says the format, one of {', '.join(_READERS)}")
+    if path.suffix not in _FORMATS:
+        raise ConfigError(f"{path}: the end of the name says the format, one of {', '.join(_FORMATS)}")
     # Reading a pipe or a device might never end.
     if not path.is_file():
         raise ConfigError(f"{path} is not a regular file")
@@ -498,10 +495,6 @@ class _YamlLoader(yaml.SafeLoader):
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
-
-
-def _read_json(text: str, path: Path) -> Any:
-    return parse_json(text)
 
 
 def _read_yaml(text: str, path: Path) -> Any:
@@ -547,10 +540,11 @@ def _is_value(value: Any) -> bool:
     return not isinstance(value, (ModuleType, type)) and not (callable(value) and hasattr(value, "__code__"))
 
 
-_READERS: dict[str, Callable[[str, Path], Any]] = {
-    ".json": _read_json,
-    ".yaml": _read_yaml,
-    ".yml": _read_yaml,
-    ".toml": _read_toml,
-    ".py": _read_python,
+# By the end of a file's name: what reads a text, and what finds the lines of its keys.
+_FORMATS: dict[str, tuple[Callable[[str, Path], Any], Callable[[str], dict[KeyPath, int]]]] = {
+    ".json": (lambda text, path: parse_json(text), _of_json),
+    ".yaml": (_read_yaml, _of_yaml),
+    ".yml": (_read_yaml, _of_yaml),
+    ".toml": (_read_toml, _of_toml),
+    ".py": (_read_python, _of_python),
 }
