@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gemini.memory.modes import untracked
 from gemini.memory.transfer import Region, ready
 from gemini.placement.demand import Kind
 from gemini.runtime.binding import (
@@ -171,7 +172,8 @@ class WeightAccess(StateAccess):
 
     def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
         # A fetch like an operator's: the payload stays in its slot until another chunk needs the slot.
-        payload = self.step.payloads.fetch(self.chunk)
+        with untracked():
+            payload = self.step.payloads.fetch(self.chunk)
         return {managed.index: managed.view(payload).to("cpu", copy=True) for managed in wanted}
 
 

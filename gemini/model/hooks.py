@@ -191,7 +191,7 @@ class _AroundOperator:
             _watch(call)
         # From here on the other ranks would wait for this one in a gather: publish a failure to them.
         with self._failures.publishing():
-            with unseen():
+            with unseen(), untracked():
                 self._step.fetch_operator(call)
             # A transform of torch.func allows no saved-tensor hooks: its graph would keep weights whose slot is reused.
             check_operator(module, operator.chunks)

@@ -420,13 +420,13 @@ class ChunkUpdates:
 
     def _note_updated(self, update: _ChunkUpdate) -> None:
         """The chunk has new weights, or whoever asks for them waits for them."""
-        state, homes = update.state, self._grads.homes
+        state, places = update.state, self._grads.places
         state.store_updates(update.runs, self._params)
         if update.weights is not None:
             # The gradient is used up: a home that was lent to it takes the new weights in `close`.
-            homes.consumed(state.chunk.index)
+            places.consumed(state.chunk.index)
         # If this rank had nothing to update, the chunk's home may still hold the gradient.
-        homes.restore(state.chunk.index)
+        places.restore(state.chunk.index)
         self._params.after_update(state.chunk)
 
 

@@ -29,7 +29,7 @@ FETCH, OPERATOR = "chunk's fetch in forward", "operator's forward hook"
 GRADIENT, STEP = "gradient's way", "training step"
 ROWS = {
     FETCH: ("Payloads.fetch",),
-    GRADIENT: ("_take_gradient", "Reductions.reduce", "Reductions.finish"),
+    GRADIENT: ("_take_gradient", "GradientRules.reduce", "GradientRules.finish"),
     OPERATOR: ("_AroundOperator.before",),
     "backward's fetch": ("Backward.node_fetch",),
     "optimizer.step()": ("ShardedOptimizer.step",),
@@ -55,11 +55,11 @@ SHOWN = {
     "_AroundOperator.after": "the pins are lifted",
     "SavedTensors.unpack": "a node reads what it kept",
     "Backward.node_fetch": "",
-    "Reductions.reduce": "at one point on all ranks",
+    "GradientRules.reduce": "at one point on all ranks",
     "Reductions._start": "to the other ranks",
     "_take_gradient": "autograd has made a gradient",
-    "Arrivals.add": "it goes into the chunk's gradient",
-    "SlotRules.open": "a gradient slot; another may be spilled",
+    "Reductions.take_gradient": "it goes into the chunk's gradient",
+    "PlaceRules.open": "a gradient slot; another may be spilled",
     "GradientRules.arrived": "is the chunk complete?",
     "Reductions.end_backward": "what is left is reduced",
     "Communicator.start_reduce_scatter": "then a sum in rank order",

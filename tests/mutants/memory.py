@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient takes any step that its caller asks for",
-        "Gradient._become",
+        "Gradient.become",
         "if state not in NEXT[self.state]:",
         "if False:",
         "tests/test_grad_states.py",
@@ -156,13 +156,6 @@ MUTANTS = [
         "wait_on_tier(region)",
         "",
         "tests/features/test_late_copies.py",
-    ),
-    Mutant(
-        "an interrupted opening of a gradient leaves it closed",
-        "Gradient._become",
-        "state is not GradState.CLOSED",
-        "False",
-        "tests/test_interrupted_lines.py",
     ),
     Mutant(
         "the backward updates a chunk that its own node still holds",
