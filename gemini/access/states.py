@@ -239,7 +239,7 @@ class FullPrecisionAccess(StateAccess):
         """Set this rank's parts of weights and master from a file, by no more than the elements that it holds. Local.
 
         read: returns elements of the parameter, in payload order, given the first one and their number. Between
-            `ParamStore.before_update` and `ParamStore.after_update`, which see to payloads and graphs.
+            `ParamStore.make_stale` and `ParamStore.after_update`, which see to payloads and graphs.
         """
         chunk = self.chunk
         has_master = Kind.MASTER in chunk.homes

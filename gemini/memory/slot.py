@@ -108,9 +108,11 @@ def wait_until_free(memory: SharedStorage, timeout_s: float) -> bool:
 
     A collective's worker thread drops its references some time after the collective is done.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline: float | None = None
     while memory.num_holders() > 0:
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        deadline = now + timeout_s if deadline is None else deadline
+        if now >= deadline:
             return False
         time.sleep(0.0002)  # releases the GIL, which the worker thread needs
     return True

@@ -368,6 +368,12 @@ class Gradient:
         return self.reduced_state is not ReducedState.NONE and self.reduced_state is not ReducedState.USED
 
     @property
+    def holds_any(self) -> bool:
+        """There is a gradient of any kind, or the backward has used one."""
+        is_local = self.state is not GradState.CLOSED or self.unsynced_state is not UnsyncedState.NONE
+        return is_local or self.reduced_state is not ReducedState.NONE
+
+    @property
     def is_used(self) -> bool:
         """The backward has updated parameters of the chunk with their gradients of this step."""
         return self.reduced_state is ReducedState.USED

@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import gt
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gemini.errors import GeminiError
-from gemini.placement.gradient import Gradient, GradState, ReducedState
+from gemini.placement.gradient import Gradient, GradState, ReducedState, SlotOfGradients
 from gemini.placement.next_use import NextUse, PassKind, Touch
 
 MAX_WAITING = 2
@@ -86,7 +86,7 @@ class LendingHistory:
         if self._gathers.get(chunk, num_gathers) < num_gathers:
             self._used_after.add(chunk)
 
-    def end_step(self) -> None:
+    def forget_step(self) -> None:
         """What is reduced from now on belongs to the next step. Every chunk's gathers were noted."""
         self._gathers.clear()
 
@@ -95,12 +95,20 @@ class LendingHistory:
         self._used_after.clear()
 
 
+class GradientPool(Protocol):
+    """The gradient slots of one size."""
+
+    def first_free(self) -> SlotOfGradients | None:
+        """A slot that is free now; None without any."""
+
+
 class PlaceRules(ABC):
     """Where the gradients of all trainable chunks of one model are, by chunk index. All of it is local."""
 
-    def __init__(self, books: Mapping[int, Gradient]) -> None:
-        """books: of all trainable chunks. The dict has other chunks once others are trained."""
+    def __init__(self, books: Mapping[int, Gradient], pools: Sequence[GradientPool]) -> None:
+        """books: of all trainable chunks. The dict has other chunks once others are trained. pools: by size."""
         self._books = books
+        self._pools = pools
         self._lending = LendingHistory()
         self.lendable: Collection[int] = ()  # whose home may be lent, unless it gets a GRAD home in time
 
@@ -123,7 +131,7 @@ class PlaceRules(ABC):
         if gradient.has_whole and state is GradState.CLOSED and gradient.may_write_home:
             self._open_at_home(chunk, zero)
             return True
-        slot = self._free_slot(gradient.oversize)
+        slot = self._pools[gradient.oversize].first_free()
         if slot is None:
             if not may_spill:
                 return False
@@ -168,7 +176,7 @@ class PlaceRules(ABC):
         is_sum: it is a sum of several backwards already, and rests in fp32 from the start.
         """
         gradient = self._books[chunk]
-        is_first = not gradient.is_reduced
+        is_first = gradient.reduced_state is ReducedState.NONE or gradient.reduced_state is ReducedState.USED
         # Pieces of one backward are added in the gradient's own dtype, as by autograd. Those of another backward are
         # added in fp32, if the chunk widens.
         if is_sum or not (is_first or gradient.first_backward == backward):
@@ -236,7 +244,7 @@ class PlaceRules(ABC):
         """A step ends: what is reduced from now on belongs to the next one."""
         for chunk in self.lendable:
             self._lending.note(chunk, self.payload_of(chunk).num_gathers)
-        self._lending.end_step()
+        self._lending.forget_step()
 
     def reset_history(self) -> None:
         """Forget the history of lent slots after a failed step, of which ranks may have seen more or less."""
@@ -269,11 +277,7 @@ class PlaceRules(ABC):
         """The chunks in slots of this size."""
 
     @abstractmethod
-    def _free_slot(self, oversize: bool) -> object | None:
-        """A slot of this size that is free now; None without any."""
-
-    @abstractmethod
-    def _spill(self, victim: int, wanted: int) -> object:
+    def _spill(self, victim: int, wanted: int) -> SlotOfGradients:
         """Move an open payload to the host, unreduced: `wanted` needs its slot, which is returned."""
 
     @abstractmethod
@@ -358,7 +362,7 @@ class ReductionOrder:
         self._places: Mapping[Touch, int] = {}  # the trace that `_in_turn` was made from
         self._in_turn: list[tuple[int, int]] = []  # (place of the point, -chunk), sorted
         self._next = 0  # index in `_in_turn` of the first chunk that is not due yet
-        self.fired: list[int] = []  # this backward: chunks in order of completion
+        self.completed: list[int] = []  # this backward: chunks whose expected gradients have all come, in this order
 
     def begin(self, places: Mapping[Touch, int] | None) -> None:
         """Begin a backward. places: the place of each touch in the trace. None: this kind of backward has no points."""
@@ -367,11 +371,7 @@ class ReductionOrder:
             self._place_points(places)
         self._next = 0
         self.last_fire = dict.fromkeys(self.chunks, -1)
-        self.fired = []
-
-    def note_complete(self, chunk: int) -> None:
-        """All expected gradients of the chunk have come in this backward."""
-        self.fired.append(chunk)
+        self.completed = []
 
     def note_unsynced(self, *, as_expected: bool) -> None:
         """Follow a backward under no_sync(), which reduced nothing. The next one is expected to touch the same chunks.
@@ -415,7 +415,7 @@ class ReductionOrder:
 
     def ranking(self) -> list[int]:
         """This rank's contribution to the `ranking` of `adopt`. Chunks that did not complete come last."""
-        places = {chunk: place for place, chunk in enumerate(self.fired)}
+        places = {chunk: place for place, chunk in enumerate(self.completed)}
         # A place beyond all others survives the maximum over ranks, so one rank without the chunk keeps it out of the
         # order.
         return [places.get(chunk, len(self.chunks)) for chunk in self.chunks]
@@ -480,16 +480,16 @@ class GradientBooks:
         if not self.is_alone:
             self.order.begin(places)
 
-    def end_step(self, *, has_zeros: bool) -> None:
+    def forget_step(self, *, has_zeros: bool) -> None:
         """Forget the step's gradients: they were used, discarded or zeroed, or their reduction has failed. Local.
 
         has_zeros: zeros are left, so ranks still agree on which parameters had a gradient.
         """
         # A reduction is in flight here only after a failure, or inside a backward.
         self.in_flight = None
-        if not self.is_alone:
-            is_behind = any(gradient.is_behind for gradient in self.of.values())
-            self.awaits_reduction = is_behind or (has_zeros and self.awaits_reduction)
+        if self.awaits_reduction and not has_zeros:
+            # Of parameters that another optimizer updates they stay.
+            self.awaits_reduction = any(gradient.is_behind for gradient in self.of.values())
 
     @property
     def knows_parts(self) -> bool:
@@ -536,12 +536,14 @@ class GradientRules(ABC):
         Without a free slot another gradient is spilled, and one that is being reduced cannot be. A piece may also come
         while its own chunk is reduced, as with reentrant checkpointing.
         """
-        books = self._books
-        if books.in_flight is not None and books.of[chunk].state is GradState.REDUCING:
-            self.finish()
-        if not self._places.open(chunk, self._backward, zero, may_spill=books.in_flight is None):
-            self.finish()
-            self._places.open(chunk, self._backward, zero)
+        books, places = self._books, self._places
+        before = books.in_flight
+        if before is None:
+            places.open(chunk, self._backward, zero)
+        elif before == chunk or not places.open(chunk, self._backward, zero, may_spill=False):
+            books.in_flight = None
+            self._rest(before)
+            places.open(chunk, self._backward, zero)
 
     def arrived(self, chunk: int) -> None:
         """Some of the chunk's gradients have come. Collective if that makes chunks complete whose turn it is."""
@@ -567,7 +569,7 @@ class GradientRules(ABC):
             # too early.
             books.is_off = gradient.in_pieces = True
         elif is_complete:
-            books.order.note_complete(chunk)
+            books.order.completed.append(chunk)
             if not self._gathers and books.synchronizes and books.knows_parts:
                 self._reduce_in_order()
 
@@ -585,8 +587,9 @@ class GradientRules(ABC):
         books = self._books
         if not (self._gathers and books.synchronizes):
             return
-        if books.order.points is not None and self._is_as_recorded():
-            due: Sequence[int] = [i for i in books.order.due(self._next_use.position) if i not in books.reduced]
+        at = self._next_use.recorded_position
+        if books.order.points is not None and at is not None:
+            due: Sequence[int] = [i for i in books.order.due(at) if i not in books.reduced]
         else:
             due = self._complete_on_all_ranks()
         for chunk in due:
@@ -597,10 +600,13 @@ class GradientRules(ABC):
 
     def _is_as_recorded(self) -> bool:
         """Whether this pass has had the recorded touches only, so that gradients come by their recorded points."""
-        return self._next_use.is_in_order and self._next_use.kind is PassKind.TRAINING
+        return self._next_use.recorded_position is not None
 
-    def _end(self) -> None:
-        """Reduce what is open on any rank, and agree on the points of the next backward. None waits. Collective."""
+    def end(self) -> None:
+        """The backward is over, and no gradient waits: reduce what is open on any rank, or leave it under no_sync().
+
+        Ranks agree on the points of the next backward. Collective, but for under no_sync(), which reduces nothing.
+        """
         self._is_ending = True
         books, order = self._books, self._books.order
         if books.is_alone:
@@ -613,6 +619,12 @@ class GradientRules(ABC):
                 if books.synchronizes:
                     self._expect_what_came(gradient)
             return
+        if not books.synchronizes:
+            self.finish()
+            self._keep_unsynced()
+            books.awaits_reduction = True
+            order.note_unsynced(as_expected=self._is_as_recorded() or not self._gathers)
+            return
         # They are reduced with zeros where some gradients did not come.
         if not self._gathers and books.knows_parts:
             for chunk in order.order[books.next_in_order :]:
@@ -622,7 +634,7 @@ class GradientRules(ABC):
             self.finish()
         # Where nothing is gathered, the order of reductions is all that ranks share. Another order on one rank makes
         # all ranks agree on an order again.
-        is_other = not self._is_as_recorded() if self._gathers else tuple(order.fired) != order.order
+        is_other = not self._is_as_recorded() if self._gathers else tuple(order.completed) != order.order
         # Before the first record no rank has points: then every backward counts as off its plan.
         is_off = books.is_off or is_other or order.points is None
         is_off = self._reduce_open("end of backward", self._backward, is_off)
@@ -744,6 +756,10 @@ class GradientRules(ABC):
     @abstractmethod
     def _open_on_any_rank(self, when: str, is_off: bool) -> tuple[Sequence[int], bool]:
         """The chunks whose gradient is open on any rank, and whether some rank is off its plan. Collective."""
+
+    @abstractmethod
+    def _keep_unsynced(self) -> None:
+        """Add what is open to the sums that no rank has reduced. Local."""
 
     @abstractmethod
     def _latest(self, points: Sequence[int], ranking: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:

@@ -360,9 +360,12 @@ class NextUse:
         return self.follows and not self._running[-1].num_strays
 
     @property
-    def position(self) -> int:
-        """The place in the trace behind the last expected touch."""
-        return self._running[-1].position if self._running else 0
+    def recorded_position(self) -> int | None:
+        """The place in the trace of a training pass that has been `is_in_order` so far; None in any other."""
+        if not self._running:
+            return None
+        now = self._running[-1]
+        return now.position if now.follows and not now.num_strays and now.kind is PassKind.TRAINING else None
 
     @property
     def places(self) -> Mapping[Touch, int]:

@@ -30,6 +30,18 @@ class SimulatedSlot:
 _SLOT = SimulatedSlot()
 
 
+class SimulatedPool:
+    """The gradient slots of one size."""
+
+    def __init__(self, count: int) -> None:
+        self.inside: dict[int, None] = {}  # chunks
+        self._count = count
+
+    def first_free(self) -> SimulatedSlot | None:
+        """See `GradientPool`."""
+        return _SLOT if len(self.inside) < self._count else None
+
+
 class SimulatedGradient(Gradient):
     """The books of one trainable chunk's gradient, and the tiers of its memory."""
 
@@ -47,7 +59,8 @@ class SimulatedPlaces(PlaceRules):
     def __init__(
         self, plan: Decisions, gradients: Mapping[int, SimulatedGradient], payloads: PayloadRules, traffic: Traffic
     ) -> None:
-        super().__init__(gradients)
+        self._pools_by_size = [SimulatedPool(count) for count in plan.placement.num_gradient_slots]
+        super().__init__(gradients, self._pools_by_size)
         self._gradients = gradients
         self._facts = plan.packing.chunks
         self._tiers = plan.placement.homes
@@ -64,8 +77,6 @@ class SimulatedPlaces(PlaceRules):
         self._held = {Tier.DEVICE: 0, Tier.HOST: 0}  # bytes in use that the plan has not counted
         self._peaks = dict(self._held)  # their peaks
         self._lent: set[int] = set()  # chunks whose parameter home holds the gradient
-        self._num_slots = plan.placement.num_gradient_slots
-        self._chunks_in: tuple[dict[int, None], dict[int, None]] = {}, {}  # in slots, by size
         self.note_lendable()
 
     @property
@@ -189,24 +200,21 @@ class SimulatedPlaces(PlaceRules):
     def close(self, chunk: int) -> None:
         """See `PlaceRules`."""
         gradient = self._books[chunk]
-        self._chunks_in[gradient.oversize].pop(chunk, None)
+        self._pools_by_size[gradient.oversize].inside.pop(chunk, None)
         gradient.become(GradState.CLOSED)
 
     def _zero_rest_of_home(self, chunk: int) -> None:
         """No bytes move."""
 
     def _inside(self, oversize: bool) -> Iterable[int]:
-        return self._chunks_in[oversize]
-
-    def _free_slot(self, oversize: bool) -> SimulatedSlot | None:
-        return _SLOT if len(self._chunks_in[oversize]) < self._num_slots[oversize] else None
+        return self._pools_by_size[oversize].inside
 
     def _spill(self, victim: int, wanted: int) -> SimulatedSlot:
         gradient, num_bytes = self._books[victim], self._facts[victim].payload_bytes
         self._traffic.copy(Tier.DEVICE, Tier.HOST, num_bytes, MoveReason.SPILL)
         self.hold(Tier.HOST, num_bytes)
         gradient.become(GradState.SPILLED, spilled=Tier.HOST)
-        del self._chunks_in[gradient.oversize][victim]
+        del self._pools_by_size[gradient.oversize].inside[victim]
         return _SLOT
 
     def _unspill(self, chunk: int, slot: object) -> None:
@@ -225,7 +233,7 @@ class SimulatedPlaces(PlaceRules):
 
     def _occupy(self, chunk: int) -> None:
         gradient = self._books[chunk]
-        self._chunks_in[gradient.oversize][chunk] = None
+        self._pools_by_size[gradient.oversize].inside[chunk] = None
         gradient.become(GradState.IN_SLOT, slot=_SLOT)
 
 
@@ -295,7 +303,7 @@ class Gradients(GradientRules):
         # What still waits has to be in the payloads before these are reduced.
         for chunk in list(self._waits):
             self.collect(chunk)
-        self._end()
+        self.end()
 
     def end_step(self) -> None:
         """Drop all gradients after a step used them."""
@@ -305,7 +313,7 @@ class Gradients(GradientRules):
             none = bytes(len(gradient.got))
             gradient.note_leftovers(none, none, none)
         self.places.note_step()
-        self._books.end_step(has_zeros=False)
+        self._books.forget_step(has_zeros=False)
 
     # -- what a run does: ranks get the same gradients in the same order
 
@@ -317,6 +325,9 @@ class Gradients(GradientRules):
     def _open_on_any_rank(self, when: str, is_off: bool) -> tuple[Sequence[int], bool]:
         self._books.has_told_parts = True
         return [chunk for chunk, gradient in self.of.items() if gradient.is_open], is_off
+
+    def _keep_unsynced(self) -> None:
+        raise AssertionError("no prediction has backwards under no_sync()")
 
     def _latest(self, points: Sequence[int], ranking: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         return points, ranking

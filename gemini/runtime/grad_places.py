@@ -35,7 +35,7 @@ class GradPlaces(PlaceRules):
         keeps_whole: this rank keeps whole gradients, and GRAD homes have room for whole payloads. pins: see `HostSums`.
         """
         self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
-        super().__init__(self.gradients)
+        super().__init__(self.gradients, params.memory.gradient_slots)
         self.memory = params.memory
         self.transfer = params.memory.transfer
         self.pools = params.memory.gradient_slots
@@ -46,9 +46,13 @@ class GradPlaces(PlaceRules):
         self._keeps_whole = keeps_whole
         self.peak_open = 0
         self._num_open = 0  # in a slot or spilled, and not being reduced
-        # Of the reduction in flight: waits for the mean, (optim_numel,) on the device, which is valid until the next
-        # one begins; one more block, in which the mean leaves. It holds buffers, so nothing of it stays after a step.
-        self.flight: tuple[Callable[[], Region], OpenMove] | None = None
+        # Of the reduction in flight: what waits for the mean, if anything does; the mean, (optim_numel,) on the device,
+        # which is valid until the next one begins; one more block, in which the mean leaves. It holds buffers, so
+        # nothing of it stays after a step.
+        self.flight: tuple[Callable[[], None] | None, Region, OpenMove] | None = None
+        # Host memory in which spilled gradients take turns, by numel and dtype. While nobody uses it, it is in no
+        # ledger, like all pages that staging memory keeps.
+        self._spares: dict[tuple[int, torch.dtype], list[Region]] = {}
         self._num_by_size = [0, 0]  # trainable chunks with regular slots, and with larger ones
         self._resident: dict[int, SharedStorage] = {}  # by chunk index
         self._has_warned = False
@@ -56,10 +60,6 @@ class GradPlaces(PlaceRules):
             if chunk.trainable:
                 self.add(chunk)
         self.reset_lending()
-
-    def note_flight(self, mean: Callable[[], Region], moving: OpenMove) -> None:
-        """A reduction has begun: `mean` ends it, and `moving` is told of its end."""
-        self.flight = mean, moving
 
     def add(self, chunk: Chunk) -> None:
         """Give a trainable chunk a gradient, without memory so far."""
@@ -69,6 +69,7 @@ class GradPlaces(PlaceRules):
     def give_back(self) -> None:
         """Between steps: give back slots and the memory beside the homes. No chunk has a gradient any more."""
         self.pools.close()
+        self.drop_spares()
         for gradient in self.gradients.values():
             # A home that a gradient took when its parameter home could not be lent. `Migration` gives planned homes
             # back.
@@ -156,21 +157,23 @@ class GradPlaces(PlaceRules):
         # Closed before the memory is given: an interrupted `close` must not give it back twice.
         gradient.become(GradState.CLOSED)
         if spilled is not None:
-            self.memory.free(spilled, "spilled gradients")
+            self._free_spilled(spilled)
 
     def _inside(self, oversize: bool) -> Iterable[int]:
         return [slot.chunk for slot in self.pools[oversize].slots if slot.chunk is not None]
 
-    def _free_slot(self, oversize: bool) -> Slot | None:
-        return self.pools[oversize].first_free()
-
     def _spill(self, victim: int, wanted: int) -> Slot:
         spilling = self.gradients[victim]
         assert spilling.slot is not None and spilling.payload is not None
+        payload, spares = spilling.payload, self._spares.get((spilling.payload.numel, spilling.payload.dtype))
         try:
+            if spares:
+                self.memory.host.count_again(payload.nbytes, "spilled gradients")
+                spilled = spares.pop()
             # This is staging memory, which is never registered with the driver: in a backward registering could wait
             # for a collective that waits for this rank.
-            spilled = self.memory.allocate(Tier.HOST, spilling.chunk.numel, spilling.chunk.dtype, "spilled gradients")
+            else:
+                spilled = self.memory.allocate(Tier.HOST, payload.numel, payload.dtype, "spilled gradients")
         except BudgetError as error:
             raise error.reworded(
                 f"no gradient slot is free and the host cannot take an open gradient of chunk {victim} "
@@ -180,7 +183,7 @@ class GradPlaces(PlaceRules):
         ends = "gradient slot", Tier.HOST
         why = f"room for the gradient of chunk {wanted}"
         with self._observer.moving("spill", victim, *ends, spilled.nbytes, why):
-            self.memory.transfer.copy(spilled, spilling.payload)
+            self.memory.transfer.copy(spilled, payload)
         slot = spilling.slot
         spilling.become(GradState.SPILLED, spilled=spilled)
         self.pools[spilling.chunk.oversize].vacate(slot)
@@ -199,8 +202,17 @@ class GradPlaces(PlaceRules):
         gradient.become(GradState.IN_SLOT, slot=slot)
         # Freeing makes the host wait for the copy. The memory could otherwise be given to another spill that overwrites
         # it.
-        self.memory.free(spilled, "spilled gradients")
+        self._free_spilled(spilled)
         wait_on_stream(payload)
+
+    def _free_spilled(self, spilled: Region) -> None:
+        wait_on_host(spilled)
+        self.memory.host.free(spilled.flat, "spilled gradients")
+        self._spares.setdefault((spilled.numel, spilled.dtype), []).append(spilled)
+
+    def drop_spares(self) -> None:
+        """Keep no memory for spilled gradients that none is in. Local."""
+        self._spares.clear()
 
     def discard(self, gradient: ChunkGradient) -> None:
         """Drop a gradient that the step consumed, or that was discarded. The caller writes its flags."""
@@ -213,7 +225,7 @@ class GradPlaces(PlaceRules):
 
     def moving(self, gradient: ChunkGradient, where: Callable[[], str], blocks: int) -> OpenMove:
         """Observe the reduction of the gradient, which takes `blocks` blocks of code."""
-        chunk, home = gradient.chunk, gradient.resting.tier
+        chunk, home = gradient.chunk, (gradient.resting if gradient.home is None else gradient.home).tier
         ends = home if gradient.slot is None else "gradient slot", home
         return self._observer.moving("reduce", chunk.index, *ends, chunk.payload_bytes, where, blocks)
 

@@ -220,7 +220,7 @@ class ChunkGradient(Gradient):
         if self.reduced_state is ReducedState.WIDE:
             assert self.wide is not None
             return self.wide
-        return self.shard
+        return self.shard if self.own_shard is None else self.own_shard
 
     def expect_all(self) -> None:
         """Count the payload as complete once every parameter has a gradient. Call it again after flags changed."""

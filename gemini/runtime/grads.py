@@ -55,20 +55,23 @@ class Leftovers:
         self._searched: list[int] = []  # indices of the chunks that `are_any` searches
         self._place = 0  # where that search has come to
 
-    def end_step(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
-        """A step used the gradients, or they are discarded or set to zero.
+    def leave(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
+        """Leave what a step that used the gradients does, or one of `zero_grad()`.
 
         stay: which gradients stay, by chunk index, then by position.
         """
-        for gradient in self._places.gradients.values():
-            stays = stay.get(gradient.chunk.index, ())
+        places = self._places
+        for index, gradient in places.gradients.items():
+            stays = stay.get(index, ())
             # This comes first: the flags that remain follow from those of the step, which are overwritten below.
             after = _flags_after(gradient, becomes)
             # Nothing of the chunk stays: its memory is free, and a lent home gets its parameters back.
-            if not keeps(gradient, stays):
-                self._places.discard(gradient)
+            if not stays or not keeps(gradient, stays):
+                if gradient.holds_any:
+                    places.discard(gradient)
                 gradient.note_leftovers(*after)
-                self._places.restore(gradient.index)
+                if index in places.lendable:
+                    places.restore(index)
                 continue
             pairs = zip(gradient.chunk.parameters, stays, strict=True)
             self.clear(gradient, [managed for managed, does in pairs if not does])
@@ -123,7 +126,7 @@ class Leftovers:
             if any(gradient.agreed):
                 self._places.fill(gradient, backward)
 
-    def before_update(self, stay: Mapping[int, Sequence[bool]]) -> None:
+    def leave_homes(self, stay: Mapping[int, Sequence[bool]]) -> None:
         """Move gradients that stay out of parameter homes, which the step writes to. Raises BudgetError."""
         # The memory for it is taken before the update: a lack of it refuses the step while nothing has changed.
         for index, stays in stay.items():
@@ -399,9 +402,9 @@ class GradStore:
         self.num_backwards = 0
         # The order matters: `leftovers` decides which chunks still have unreduced sums, and `books` look at
         # these.
-        self.leftovers.end_step(becomes, stay or {})
+        self.leftovers.leave(becomes, stay or {})
         self.has_zeros = becomes is Becomes.ZERO
-        self.books.end_step(has_zeros=self.has_zeros)
+        self.books.forget_step(has_zeros=self.has_zeros)
         self.places.flight = None
         # Attached homes become blank: autograd would add the next step's gradients to those that were just used.
         with untracked():
@@ -431,6 +434,7 @@ class GradStore:
     def rest(self) -> None:
         """Free slots and scratch between steps. They take their memory again at the next use. Local."""
         self.places.pools.rest()
+        self.places.drop_spares()
         # A resize to the same size gives the memory back, too.
         self.scratch.resize(self.scratch.num_bytes)
 

@@ -123,6 +123,7 @@ class Migration:
         device, host = self._memory.tiers
         # After this, slots that foreign views hold are known, and counted below.
         self._params.release_all()
+        self._grads.places.drop_spares()
         on_device = self._placement.device_bytes(self._demand) + self._params.slots.held_bytes()
         growth, moves_in = self._host_growth(states)
         # The device is compared with the whole placement, because what is there beside it is given back in the move.

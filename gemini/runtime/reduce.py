@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
 from hashlib import blake2b
 from itertools import repeat
 from types import NoneType
@@ -321,28 +320,13 @@ class Reductions(GradientRules):
         super()._reduce_in_order()
         position.return_to(before)
 
-    def end_backward(self) -> None:
-        """Reduce what is open on any rank, and agree on the points of the next backward. Collective."""
-        # Ranks are about to tell each other which gradients they have. Gradients that wait in `.grad` have set no flags
-        # so far.
-        self.collect_all()
-        with self._grads.ending_backward():
-            if self._books.synchronizes or self._books.is_alone:
-                self._end()
-            else:
-                self.finish()
-                self._keep_unsynced()
-
     def _keep_unsynced(self) -> None:
-        """The end of a backward under no_sync(), which reduces nothing. Local."""
         for gradient in self._gradients.values():
             if gradient.is_open:
                 keep_unsynced(gradient, self._backward, self._places)
             # Other ranks may have left something: this rank takes part in its reduction later, with zeros.
             elif not gradient.is_behind:
                 gradient.become_unsynced(UnsyncedState.ELSEWHERE)
-        self._books.awaits_reduction = True
-        self._books.order.note_unsynced(as_expected=self._is_as_recorded() or not self._gathers)
 
     def catch_up(self) -> None:
         """Do what was put off, before gradients are read or used. Collective if backwards ran under no_sync()."""
@@ -478,17 +462,17 @@ class Reductions(GradientRules):
             self._places.close(gradient.index)
 
     def _start(self, chunk: int) -> bool:
-        gradient, is_alone = self._gradients[chunk], self._books.is_alone
-        self._places.complete(gradient)
+        gradient, places, scratch = self._gradients[chunk], self._places, self._scratch
+        places.complete(gradient)
         # This orders what is written next behind the copies of the last merge out of this memory.
-        self._scratch.reset()
-        moving = self._places.moving(gradient, self._communicator.position.here, blocks=1 if is_alone else 2)
+        scratch.reset()
+        is_alone = self._books.is_alone
+        moving = places.moving(gradient, self._communicator.position.here, blocks=1 if is_alone else 2)
         if is_alone:
-            self._places.flight = partial(self._narrowed, gradient), moving
+            places.flight = None, self._narrowed(gradient), moving
             return False
         with moving:
-            mean = self._launch(gradient)
-        self._places.flight = mean, moving
+            places.flight = *self._launch(gradient), moving
         # At stage 0 finishing is a collective (an all-gather): it must not wait for a point that is this rank's alone.
         return self._stage > 0
 
@@ -502,8 +486,8 @@ class Reductions(GradientRules):
         rounded.flat.copy_(payload.flat)
         return rounded
 
-    def _launch(self, gradient: ChunkGradient) -> Callable[[], Region]:
-        """Start the exchange; the returned function waits for the mean. Collective."""
+    def _launch(self, gradient: ChunkGradient) -> tuple[Callable[[], None], Region]:
+        """Start the exchange. Returns what waits for the mean, and the region that it comes to. Collective."""
         chunk, whole, scratch = gradient.chunk, gradient.payload, self._scratch
         assert whole is not None
         payload = whole.flat
@@ -524,23 +508,24 @@ class Reductions(GradientRules):
             payload = scratch.allocate(chunk.numel, chunk.travel_dtype).copy_(payload)
         finish = self._communicator.start_reduce_scatter(payload, chunk.layout, out.flat, chunk.index, scratch.allocate)
         self._places.begin_reduction(gradient)
+        if self._stage > 0:
+            return finish, out
 
-        def mean() -> Region:
+        def finish_and_gather() -> None:
             finish()
-            if self._stage > 0:
-                return out
             self._communicator.all_gather(whole.flat, out.flat, chunk.layout, chunk.index)
-            return whole
 
-        return mean
+        return finish_and_gather, whole
 
     # -- what becomes of a mean
 
     def _merge(self, chunk: int, is_first: bool) -> None:
         assert self._places.flight is not None
-        mean, moving = self._places.flight
+        finish, reduced, moving = self._places.flight
         with moving:
-            gradient, reduced = self._gradients[chunk], mean()
+            if finish is not None:
+                finish()
+            gradient = self._gradients[chunk]
             # Added, if the step has a gradient that the payload did not start with.
             target, replaces = gradient.reduced(), is_first or gradient.content is Content.SUM
             self._places.put(target, reduced, replaces)
@@ -549,13 +534,15 @@ class Reductions(GradientRules):
 
     def _use(self, chunk: int) -> None:
         assert self._places.flight is not None and self.updates is not None
-        mean, moving = self._places.flight
+        finish, reduced, moving = self._places.flight
         with moving:
-            gradient, reduced, binding = self._gradients[chunk], mean(), self._params.binding
+            if finish is not None:
+                finish()
+            gradient, binding = self._gradients[chunk], self._params.binding
             with self._failures.tearing():
                 binding.write_back(gradient.chunk)
                 binding.snapshots.drop(gradient.chunk)
-                self._params.before_update(gradient.chunk)
+                self._params.make_stale(gradient.chunk)
                 gradient.note_used()
                 self.updates.use(gradient, reduced)
 
@@ -566,7 +553,7 @@ class Reductions(GradientRules):
         return self.updates is not None and self.updates.takes(self._gradients[chunk].chunk)
 
     def _leave_slot(self, chunk: int) -> None:
-        self._params.before_update(self._gradients[chunk].chunk)
+        self._params.make_stale(self._gradients[chunk].chunk)
 
 
 def _at(positions: Sequence[int], items: Sequence[Tensor]) -> list[Tensor]:

@@ -53,7 +53,7 @@ class Payloads:
         # reductions.
         self._reductions.note_placement(self.is_resident)
 
-    def begin_pass(self) -> None:
+    def prepare(self) -> None:
         """Take the room that a pass needs, and decide whether its operators find all payloads in place."""
         self.take_room()
         # While a thread still updates weights at home, operators fetch: each waits for its own. On several ranks where
@@ -276,13 +276,17 @@ class Backward:
             # slot does not lend its home to its gradient.
             self._underway.exit_backward()
             self._position.set(0, Phase.BACKWARD)
-            self._reductions.end_backward()
+            # Ranks are about to tell each other which gradients they have. Gradients that wait in `.grad` have set no
+            # flags so far.
+            self._reductions.collect_all()
+            with self._grads.ending_backward():
+                self._reductions.end()
             self._params.finish_prefetch()
             self._params.next_use.end_pass(PassKind.TRAINING if self._underway.awaits_backward else PassKind.BACKWARD)
             # This comes after the choice of the trace above, which depends on whether a forward still waited for this
             # backward.
             self._underway.end_backward()
-            self._recorder.end_pass()
+            self._recorder.end_events()
             self._params.binding.cover()
             self._communicator.end_pass()
 
@@ -373,13 +377,13 @@ class Step:
     def begin_pass(self) -> None:
         """Begin the pass of a forward: operators may come. Collective."""
         # This comes before the pass makes activations, which would come to lie between slots and buffers.
-        self.payloads.begin_pass()
+        self.payloads.prepare()
         if torch.is_grad_enabled():
             # Several forwards before their backward, as in a contrastive loss, are one pass: only the first one begins
             # it.
             if self._underway.begin_forward():
                 self.params.next_use.begin_pass(PassKind.TRAINING)
-                self.recorder.begin_pass()
+                self.recorder.begin_events()
                 self.communicator.begin_pass("forward and backward")
         else:
             # The replay follows one pass at a time: an evaluation ends the running one, and its collectives carry tags.
@@ -417,8 +421,9 @@ class Step:
         operator, pinned = call.operator, call.pinned
         assert operator is not None
         self.position.set(operator.index, Phase.RECOMPUTE if call.recomputes else Phase.FORWARD)
-        # In a recomputation: lift the pins of the node before the one that runs it.
-        self._underway.follow_node()
+        # Lift the pins of the node before the one that runs it.
+        if call.recomputes:
+            self._underway.follow_node()
         for chunk in operator.chunks:
             # Fetched and pinned one by one: a chunk that is here must not be evicted for the operator's next one.
             self.payloads.fetch(chunk)

@@ -61,7 +61,7 @@ SHOWN = {
     "Reductions.take_gradient": "it goes into the chunk's gradient",
     "PlaceRules.open": "a gradient slot; another may be spilled",
     "GradientRules.arrived": "is the chunk complete?",
-    "Reductions.end_backward": "what is left is reduced",
+    "GradientRules.end": "what is left is reduced",
     "Communicator.start_reduce_scatter": "then a sum in rank order",
     "Reductions._merge": "the reduced gradient comes to rest",
     "ShardedOptimizer.step": "",

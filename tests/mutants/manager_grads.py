@@ -163,8 +163,8 @@ MUTANTS = [
     ),
     Mutant(
         "gradients that wait when a backward ends stay there",
-        "Reductions.end_backward",
-        "self.collect_all()",
+        "Backward.end",
+        "self._reductions.collect_all()",
         "",
         "tests/features/test_small_parameters.py",
     ),
@@ -185,7 +185,7 @@ MUTANTS = [
     Mutant(
         "the slot that a reduction reads is not waited for",
         "GradientRules.open",
-        "books.in_flight is None",
+        "before is None",
         "True",
         f"{TWO_RANKS}[llama]",
     ),
@@ -205,7 +205,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank without a gradient leaves its place in the order",
-        "GradientRules._end",
+        "GradientRules.end",
         "order.order[books.next_in_order :]",
         "()",
         PAIRS,
@@ -268,7 +268,7 @@ MUTANTS = [
     ),
     Mutant(
         "experts' gradients are expected as they came last time",
-        "GradientRules._end",
+        "GradientRules.end",
         "if not gradient.is_chosen:",
         "if True:",
         "tests/dist/test_parity.py::test_experts_that_only_some_ranks_use_are_added_up_in_rank_order",

@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant(
         "what scratch hands out is cut in every reduction",
         "Scratch.region",
-        "if region is None:",
+        "if key not in self._regions:",
         "if True:",
         "tests/features/test_slots.py",
     ),
@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant(
         "a slot keeps weights from before an update of the backward",
         "Reductions._use",
-        "self._params.before_update(gradient.chunk)",
+        "self._params.make_stale(gradient.chunk)",
         "pass",
         "tests/features/test_update_in_backward.py::test_bits_do_not_tell_that_the_backward_has_updated",
     ),
@@ -295,7 +295,7 @@ MUTANTS = [
     ),
     Mutant(
         "a model's operators wait for all updates together",
-        "Payloads.begin_pass",
+        "Payloads.prepare",
         "self._never_leave and not (self.is_alone and self._work.is_busy)",
         "self._never_leave",
         "tests/features/test_deferred_update.py::test_each_chunk_is_waited_for_by_itself",
