@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import gt
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from gemini.errors import GeminiError
 from gemini.placement.gradient import Gradient, GradState, ReducedState, SlotOfGradients
-from gemini.placement.next_use import NextUse, PassKind, Touch
+from gemini.placement.next_use import PassKind, Touch
+from gemini.placement.payload_rules import PayloadRules
 
 MAX_WAITING = 2
 """Fine chunks whose gradients may wait in `.grad`, beyond the gradient slots."""
@@ -43,17 +44,6 @@ MAX_WAITING = 2
 # whether the next fetch is a collective, so all ranks must decide alike. They do so at the start of the reduction,
 # which all ranks share, and from shared history only: was the chunk gathered again after its reduction in an earlier
 # step? Where this rank's gradient rests must not matter.
-
-
-class PayloadNow(NamedTuple):
-    """Where the parameters of a chunk are, beside their home, and who uses them."""
-
-    is_pinned: bool
-    is_coming: bool  # on its way into a slot
-    is_gathered: bool  # in a slot, and the home holds parameters
-    is_resident: bool  # the home is the payload
-    has_own_slot: bool
-    num_gathers: int  # so far
 
 
 class LendingHistory:
@@ -105,10 +95,11 @@ class GradientPool(Protocol):
 class PlaceRules(ABC):
     """Where the gradients of all trainable chunks of one model are, by chunk index. All of it is local."""
 
-    def __init__(self, books: Mapping[int, Gradient], pools: Sequence[GradientPool]) -> None:
+    def __init__(self, books: Mapping[int, Gradient], pools: Sequence[GradientPool], payloads: PayloadRules) -> None:
         """books: of all trainable chunks. The dict has other chunks once others are trained. pools: by size."""
         self._books = books
         self._pools = pools
+        self.payloads = payloads  # where the parameters are beside their homes, and who uses them
         self._lending = LendingHistory()
         self.lendable: Collection[int] = ()  # whose home may be lent, unless it gets a GRAD home in time
 
@@ -233,17 +224,18 @@ class PlaceRules(ABC):
         """Leave a kept slot that may be lent. See [Note: Lent payloads]. Every rank calls it at the same point."""
         if not self._lends_home(chunk):
             return
-        now = self.payload_of(chunk)
-        if not now.has_own_slot:
+        payloads = self.payloads
+        if not payloads.is_kept(chunk):
             return
-        is_in_use = now.is_pinned or now.is_coming
-        if self._lending.releases(chunk, now.num_gathers, is_in_use=is_in_use, is_gathered=now.is_gathered):
+        is_in_use, num_gathers = payloads.is_in_use(chunk), payloads.num_gathers[chunk]
+        is_gathered = payloads.is_there(chunk) and not self.is_lent(chunk)
+        if self._lending.releases(chunk, num_gathers, is_in_use=is_in_use, is_gathered=is_gathered):
             self._release_slot(chunk)
 
     def note_step(self) -> None:
         """A step ends: what is reduced from now on belongs to the next one."""
         for chunk in self.lendable:
-            self._lending.note(chunk, self.payload_of(chunk).num_gathers)
+            self._lending.note(chunk, self.payloads.num_gathers[chunk])
         self._lending.forget_step()
 
     def reset_history(self) -> None:
@@ -253,14 +245,14 @@ class PlaceRules(ABC):
         self._lending.reset_history()
 
     def _can_lend_now(self, chunk: int) -> bool:
-        now = self.payload_of(chunk)
+        payloads = self.payloads
         # A gather on its way sends this home to the other ranks.
-        if now.is_coming:
+        if payloads.is_coming(chunk):
             return False
-        if now.is_resident:
-            return not now.is_pinned and self._release_resident(chunk)
+        if payloads.at_home[chunk]:
+            return not payloads.pins[chunk] and self._release_resident(chunk)
         # A slot of the pool lies beside the home. A kept slot has the home inside.
-        return not (now.has_own_slot and now.is_gathered)
+        return not (payloads.is_kept(chunk) and payloads.is_there(chunk))
 
     # -- what a run does and a simulation counts
 
@@ -303,10 +295,6 @@ class PlaceRules(ABC):
     @abstractmethod
     def _lends_home(self, chunk: int) -> bool:
         """Whether the plan has no memory for the gradient beside the parameters."""
-
-    @abstractmethod
-    def payload_of(self, chunk: int) -> PayloadNow:
-        """Where the chunk's parameters are now."""
 
     @abstractmethod
     def _release_slot(self, chunk: int) -> None:
@@ -504,20 +492,17 @@ class GradientRules(ABC):
         self,
         books: GradientBooks,
         places: PlaceRules,
-        next_use: NextUse,
         waiting: Collection[int],
         *,
         gathers: bool,
     ) -> None:
-        """next_use: of the running pass; its touches are points that all ranks share.
-
-        waiting: the chunks whose gradients wait for `collect`. The object has others in every backward.
+        """waiting: the chunks whose gradients wait for `collect`. The object has others in every backward.
         gathers: the backward gathers parameters, so that ranks share the points of its fetches.
         """
         self._books = books
         self._places = places
         self._waiting = waiting
-        self._next_use = next_use
+        self._next_use = places.payloads.next_use  # its touches are points that all ranks share
         self._gathers = gathers
         self._backward = 0  # number of the running backward within its step
         self._is_ending = False  # autograd is done with it
@@ -726,9 +711,8 @@ class GradientRules(ABC):
         self._leave_node()
         if not self._takes(chunk):
             return False
-        now = self._places.payload_of(chunk)
         # Others are to be added to a gradient at rest. A chunk in use must keep its weights.
-        if gradient.is_reduced or gradient.is_behind or now.is_pinned or now.is_coming:
+        if gradient.is_reduced or gradient.is_behind or self._places.payloads.is_in_use(chunk):
             return False
         # Weights whose gradients have not come may still be needed. What gets no gradient may have a zero to move by.
         if gradient.is_alone:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from gemini.placement.decisions import Decisions
 from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier, update_tier
 from gemini.placement.gradient import Gradient, GradState, ReducedState, SumRule
-from gemini.placement.gradient_rules import MAX_WAITING, GradientBooks, GradientRules, PayloadNow, PlaceRules
+from gemini.placement.gradient_rules import MAX_WAITING, GradientBooks, GradientRules, PlaceRules
 from gemini.placement.needs import num_tiles
 from gemini.placement.packing import ChunkFacts
 from gemini.placement.payload_rules import PayloadRules
@@ -60,11 +60,10 @@ class SimulatedPlaces(PlaceRules):
         self, plan: Decisions, gradients: Mapping[int, SimulatedGradient], payloads: PayloadRules, traffic: Traffic
     ) -> None:
         self._pools_by_size = [SimulatedPool(count) for count in plan.placement.num_gradient_slots]
-        super().__init__(gradients, self._pools_by_size)
+        super().__init__(gradients, self._pools_by_size, payloads)
         self._gradients = gradients
         self._facts = plan.packing.chunks
         self._tiers = plan.placement.homes
-        self._payloads = payloads
         self._traffic = traffic
         # Those whose plan has no memory for the gradient beside the parameters.
         self._lends = [
@@ -127,20 +126,8 @@ class SimulatedPlaces(PlaceRules):
     def _lends_home(self, chunk: int) -> bool:
         return self._lends[chunk]
 
-    def payload_of(self, chunk: int) -> PayloadNow:
-        """See `PlaceRules`."""
-        payloads = self._payloads
-        return PayloadNow(
-            is_pinned=payloads.pins[chunk] > 0,
-            is_coming=payloads.is_coming(chunk),
-            is_gathered=payloads.is_there(chunk) and chunk not in self._lent,
-            is_resident=payloads.at_home[chunk],
-            has_own_slot=payloads.is_kept(chunk),
-            num_gathers=payloads.num_gathers[chunk],
-        )
-
     def _release_slot(self, chunk: int) -> None:
-        self._payloads.release(chunk)
+        self.payloads.release(chunk)
 
     def _release_resident(self, chunk: int) -> bool:
         return True  # a user's views are in no plan
@@ -259,7 +246,7 @@ class Gradients(GradientRules):
         gathers = plan.settings.stage == 3 and not books.is_alone and not payloads.is_resident
         # By chunk: positions of the weights whose gradients wait in `.grad`, the chunk that has waited longest first.
         self._waits: dict[int, list[int]] = {}
-        super().__init__(books, self.places, payloads.next_use, self._waits, gathers=gathers)
+        super().__init__(books, self.places, self._waits, gathers=gathers)
         self._facts: Sequence[ChunkFacts] = plan.packing.chunks
         self._stage = plan.settings.stage
         self._scratch_bytes = plan.demand.scratch_bytes

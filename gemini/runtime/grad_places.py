@@ -15,7 +15,7 @@ from gemini.memory.transfer import Region, ready, wait_on_host, wait_on_stream, 
 from gemini.observe import OpenMove
 from gemini.placement.demand import Kind, Tier, update_tier
 from gemini.placement.gradient import Content, GradState, ReducedState, UnsyncedState
-from gemini.placement.gradient_rules import PayloadNow, PlaceRules
+from gemini.placement.gradient_rules import PlaceRules
 from gemini.placement.next_use import PassKind
 from gemini.runtime.chunk import Chunk, ParamState
 from gemini.runtime.gradient import ChunkGradient
@@ -35,7 +35,7 @@ class GradPlaces(PlaceRules):
         keeps_whole: this rank keeps whole gradients, and GRAD homes have room for whole payloads. pins: see `HostSums`.
         """
         self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
-        super().__init__(self.gradients, params.memory.gradient_slots)
+        super().__init__(self.gradients, params.memory.gradient_slots, params.rules)
         self.memory = params.memory
         self.transfer = params.memory.transfer
         self.pools = params.memory.gradient_slots
@@ -342,18 +342,6 @@ class GradPlaces(PlaceRules):
     def _lends_home(self, chunk: int) -> bool:
         there = self._chunks[chunk]
         return there.may_lend_home and there.lends_home
-
-    def payload_of(self, chunk: int) -> PayloadNow:
-        """See `PlaceRules`."""
-        there = self._chunks[chunk]
-        return PayloadNow(
-            is_pinned=self._params.rules.pins[chunk] > 0,
-            is_coming=self._params.is_coming(there),
-            is_gathered=there.state is ParamState.GATHERED,
-            is_resident=there.state is ParamState.RESIDENT,
-            has_own_slot=there.own_slot is not None,
-            num_gathers=self._params.rules.num_gathers[chunk],
-        )
 
     def _release_slot(self, chunk: int) -> None:
         self._params.release(self._chunks[chunk])

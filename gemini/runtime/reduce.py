@@ -157,7 +157,7 @@ class Reductions(GradientRules):
     def __init__(
         self, params: ParamStore, grads: GradStore, underway: Underway, failures: Failures, stage: int
     ) -> None:
-        super().__init__(grads.books, grads.places, params.next_use, grads.arrivals.begun, gathers=False)
+        super().__init__(grads.books, grads.places, grads.arrivals.begun, gathers=False)
         self.updates: UpdatesInBackward | None = None  # None: all gradients rest until a step
         self._sums: SumsInBackward | None = None
         self._params = params
