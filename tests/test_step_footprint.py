@@ -24,12 +24,12 @@ PLACES: dict[str, dict[str, Any]] = {"tight": {"model_data_memory": 150_000}, "f
 NOISE = 1.02  # of lines, calls and moves
 BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
     (1, "tight"): {
-        FETCH: (277, 21, 30, 5),
+        FETCH: (278, 21, 30, 5),
         GRADIENT: (219, 12, 20, 6),
-        OPERATOR: (501, 51, 72, 7),
-        "backward's fetch": (177, 15, 18, 5),
+        OPERATOR: (502, 51, 72, 7),
+        "backward's fetch": (171, 13, 14, 4),
         "optimizer.step()": (2013, 976, 1124, 11),
-        STEP: (3720, 1662, 2105, 11),
+        STEP: (3715, 1656, 2093, 11),
     },
     (1, "fits"): {
         GRADIENT: (219, 12, 20, 6),
@@ -37,20 +37,20 @@ BOUNDS: dict[tuple[int, str], dict[str, tuple[int, int, int, int]]] = {
         STEP: (3286, 1114, 1482, 11),
     },
     (2, "tight"): {
-        FETCH: (703, 67, 82, 7),
-        GRADIENT: (909, 73, 94, 9),
-        OPERATOR: (944, 168, 216, 9),
-        "backward's fetch": (889, 112, 132, 10),
+        FETCH: (704, 67, 82, 7),
+        GRADIENT: (910, 73, 94, 9),
+        OPERATOR: (945, 168, 216, 9),
+        "backward's fetch": (883, 110, 128, 10),
         "optimizer.step()": (2055, 774, 984, 11),
-        STEP: (4515, 2381, 3045, 11),
+        STEP: (4510, 2375, 3033, 11),
     },
     (2, "fits"): {
         FETCH: (428, 34, 40, 7),
-        GRADIENT: (909, 73, 94, 9),
+        GRADIENT: (910, 73, 94, 9),
         OPERATOR: (681, 124, 156, 9),
-        "backward's fetch": (843, 102, 118, 10),
+        "backward's fetch": (837, 100, 114, 10),
         "optimizer.step()": (2118, 907, 1174, 11),
-        STEP: (4647, 2322, 3003, 11),
+        STEP: (4642, 2316, 2991, 11),
     },
 }
 

@@ -179,12 +179,10 @@ class SlotPool:
                 tickets = slot.tickets
                 if tickets.write is None and not tickets.reads:
                     return slot
-                return min(self._all_free(), key=lambda each: (each.tickets.last_number(), each.place))
+                free = [each for each in self.slots if each.chunk is None]
+                return min(free, key=lambda each: (each.tickets.last_number(), each.place))
             heappop(self._free)
         return None
-
-    def _all_free(self) -> list[Slot]:
-        return [slot for slot in self.slots if slot.chunk is None]
 
     def vacate(self, slot: Slot) -> None:
         """Mark a slot as free."""
@@ -195,7 +193,7 @@ class SlotPool:
         slot.vacate()
 
     def _find_free(self) -> None:
-        self._free = [(slot.place, slot) for slot in self._all_free()]
+        self._free = [(slot.place, slot) for slot in self.slots if slot.chunk is None]
         heapify(self._free)
 
     def _join(self, slot: Slot) -> None:

@@ -152,6 +152,7 @@ class Payloads:
 
 
 _graph_task_id = torch._C._current_graph_task_id
+_autograd_node = torch._C._current_autograd_node
 
 
 class Backward:
@@ -230,10 +231,12 @@ class Backward:
                 return chunk.payload
             self._underway.exit_leaf()
         self._position.set(operator, Phase.BACKWARD)
+        rules, node = self._params.rules, _autograd_node()
         # This lifts the pins of the node before, of which the fetch may need the slot.
-        self._underway.follow_node()
+        if rules.nodes:
+            rules.follow_node(task, node)
         payload = self._payloads.fetch(chunk)
-        self._underway.pin_for_node(chunk)
+        rules.pin_for_node(chunk.index, task, node)
         self._payloads.fetch_ahead()
         return payload
 

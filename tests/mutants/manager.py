@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant(
         "nodes do not pin what they have unpacked",
         "Backward.node_fetch",
-        "self._underway.pin_for_node(chunk)",
+        "rules.pin_for_node(chunk.index, task, node)",
         "",
         "tests/test_manager.py::test_a_node_pins_what_it_has_unpacked_until_the_next_node_asks",
     ),
