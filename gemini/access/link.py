@@ -242,7 +242,8 @@ def _take_gradient(reference: weakref.ref[Step], index: int, position: int, para
         # If the user calls a module on its own, as in `model.module.head(x)`, no output of the root leads here: the
         # backward may begin with a gradient.
         if not step.grads.in_backward:
-            step.backward.begin()
+            with unseen():
+                step.backward.begin()
         # Under create_graph=True a gradient without a graph may come while autograd records.
         if num_modes() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with unseen(), untracked():
