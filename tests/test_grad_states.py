@@ -8,7 +8,7 @@ import torch
 from gemini import ShardedModel, ShardedOptimizer
 from gemini.memory.arena import HostTier
 from gemini.memory.slot import Slot
-from gemini.placement.gradient_rules import GradState, ReducedState, UnsyncedState
+from gemini.placement.gradient import GradState, ReducedState, UnsyncedState
 from gemini.runtime.gradient import ChunkGradient
 from tests.zoo.mlp import CHUNK_NUMEL, adam, build
 
@@ -35,20 +35,20 @@ def chunk() -> Any:
     model.close()
 
 
-def memory_of(state: GradState, gradient: ChunkGradient) -> Slot | torch.Tensor | None:
+def memory_of(state: GradState, gradient: ChunkGradient) -> dict[str, Any]:
     """What `become` is given for it."""
     chunk = gradient.chunk
     if state is IN_SLOT:
         slot = Slot(HostTier(), chunk.payload_bytes, "gradient slots")
         chunk.payload_in(slot)
-        return slot
-    return torch.zeros(4, dtype=torch.uint8) if state is SPILLED else None
+        return {"slot": slot}
+    return {"spilled": torch.zeros(4, dtype=torch.uint8)} if state is SPILLED else {}
 
 
 def brought_to(state: GradState, gradient: ChunkGradient) -> ChunkGradient:
     on_the_way = {SPILLED: [IN_SLOT, SPILLED], REDUCING: [IN_SLOT, REDUCING], CLOSED: []}
     for each in on_the_way.get(state, [state]):
-        gradient.become(each, held=memory_of(each, gradient))
+        gradient.become(each, **memory_of(each, gradient))
     return gradient
 
 
@@ -58,14 +58,14 @@ def test_a_local_gradient_takes_the_steps_of_its_life_only(chunk: Any, before: G
     gradient = brought_to(before, ChunkGradient(chunk, keeps_whole=True))
     fields = dict(vars(gradient))
     if (before, after) in LEGAL:
-        gradient.become(after, held=memory_of(after, gradient))
+        gradient.become(after, **memory_of(after, gradient))
         assert gradient.state is after
         assert (gradient.payload is None) == (after in (CLOSED, SPILLED))
         assert (gradient.spilled is None) == (after is not SPILLED)
         assert any(view is not None for view in gradient.expects) == (after in (AT_HOME, IN_SLOT))
     else:
         with pytest.raises(RuntimeError, match=f"is {before.value!r} and cannot become {after.value!r}"):
-            gradient.become(after, held=memory_of(after, gradient))
+            gradient.become(after, **memory_of(after, gradient))
         assert all(getattr(gradient, name) is value for name, value in fields.items())
 
 
@@ -73,7 +73,7 @@ def test_a_local_gradient_takes_the_steps_of_its_life_only(chunk: Any, before: G
 def test_a_state_comes_with_its_memory_and_no_other(chunk: Any, state: GradState, other: GradState) -> None:
     gradient = ChunkGradient(chunk, keeps_whole=True)
     with pytest.raises(RuntimeError, match="has other memory than that"):
-        gradient.become(state, held=memory_of(other, gradient))
+        gradient.become(state, **memory_of(other, gradient))
     assert gradient.state is CLOSED
     assert gradient.payload is None
 

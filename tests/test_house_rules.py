@@ -220,8 +220,8 @@ def test_no_further_class_has_the_name_of_another() -> None:
 def test_how_gradients_accumulate_is_chosen_once() -> None:
     """The manager tells the books whether there is one rank; no part of gradients asks how many ranks there are."""
     asking = re.compile(r"world_size (==|!=|>|>=|<|<=) \d")
-    parts = {"GradientBooks", "GradientRules", "SlotRules", "HomeRules", "Reductions", "Arrivals", "GradHomes"}
-    parts |= {"GradMemory", "GradStore", "Leftovers", "keep_unsynced", "reduce_unsynced"}
+    parts = {"GradientBooks", "GradientRules", "PlaceRules", "Reductions", "Arrivals", "GradPlaces", "GradStore"}
+    parts |= {"Leftovers", "keep_unsynced", "reduce_unsynced"}
     nodes: list[Any] = [node for path in sources("gemini") for node in ast.parse(path.read_text()).body]
     texts = {node.name: ast.unparse(node) for node in nodes if getattr(node, "name", None) in parts}
     assert texts.keys() == parts

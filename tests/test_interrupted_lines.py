@@ -22,7 +22,7 @@ from tests.zoo import mlp
 
 _ROOT = Path(__file__).parents[1]
 _OURS = tuple(str(_ROOT / package) for package in ("gemini", "sharding", "optim"))
-_OF_GRADIENTS = ("runtime/gradient", "placement/gradient_rules", "runtime/grads", "runtime/arrivals", "memory/slot")
+_OF_GRADIENTS = ("runtime/grad", "placement/gradient", "runtime/reduce", "runtime/arrivals", "memory/slot")
 
 Line = tuple[str, int]
 

@@ -9,10 +9,11 @@ import pytest
 
 from tests.test_house_rules import PACKAGES, ROOT, sources
 
-FIRED = {"_become", "note_fired", "note_all_fired"}
+FIRED = {"become", "note_fired", "note_all_fired"}
 BOOKS = {
-    "state": {"_become"},
-    "content": {"_become"},
+    "state": {"become"},
+    "content": {"become"},
+    **{field: {"become"} for field in ("slot", "payload", "views", "spilled")},
     "fired": FIRED,
     "num_fired": FIRED,
     "expects": FIRED,
@@ -23,10 +24,7 @@ BOOKS = {
 # By class: the fields of its state, and the methods that write them.
 STATES = {
     "Gradient": BOOKS,
-    "ChunkGradient": {
-        **{field: set[str]() for field in BOOKS},  # only `Gradient` writes these
-        **{field: {"become"} for field in ("slot", "payload", "views", "spilled")},
-    },
+    "ChunkGradient": {field: set[str]() for field in BOOKS},  # only `Gradient` writes these
     "Chunk": {field: {"become"} for field in ("state", "slot", "payload")},
     "StepPosition": {"now": {"set", "return_to", "reset"}},
     "Communicator": {"plan_hash": {"follow_plan"}},
@@ -215,7 +213,7 @@ def test_the_rule_about_states_passes_over_what_is_none(line: str) -> None:
     ("owner", "method", "is_wrong"),
     [
         ("Gradient", "def become_reduced(self):\n    self.state = None\n", True),
-        ("Gradient", "def _become(self):\n    self.state = None\n", False),
+        ("Gradient", "def become(self):\n    self.state = None\n", False),
         ("ChunkGradient", "def become(self):\n    self.state = None\n", True),
         ("ChunkGradient", "def become(self):\n    self.chunk.slot = None\n", True),
         ("Gradient", "def note_fired(self, i):\n    self.fired[i] = 1\n", False),

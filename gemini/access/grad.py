@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from gemini.access.functions import METADATA, NO_OPERATIONS, Writes, for_each_run
 from gemini.access.states import States
 from gemini.errors import GeminiError, UnsupportedError
-from gemini.placement.gradient_rules import GradState
+from gemini.placement.gradient import GradState
 from gemini.replan.trainability import Trainability
 from gemini.runtime.binding import shares_memory
 from gemini.runtime.chunk import ManagedParameter, placeholder, unguarded

@@ -252,12 +252,23 @@ def _take_gradient(reference: weakref.ref[Step], index: int, position: int, para
     # Embeddings with sparse=True have sparse gradients. The chunk's payload is dense.
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
-    if num_modes():
-        with unseen():
-            step.backward.on_gradient(index, position, grad)
-    # Without even a context that does nothing: this runs for every parameter.
-    else:
-        step.backward.on_gradient(index, position, grad)
+    # `publishing()` would cost as much as all the rest, for each parameter.
+    try:
+        # If the user calls a module on its own, as in `model.module.head(x)`, no output of the root leads here: the
+        # backward may begin with a gradient.
+        if not step.grads.in_backward:
+            with unseen():
+                step.backward.begin()
+        # Under create_graph=True a gradient without a graph may come while autograd records.
+        if num_modes() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with unseen(), untracked():
+                step.reductions.take_gradient(index, position, grad)
+        # Without even a context that does nothing: this runs for every parameter.
+        else:
+            step.reductions.take_gradient(index, position, grad)
+    except BaseException as error:
+        step.communicator.publish(error)
+        raise
 
 
 def _note_gradients(reference: weakref.ref[Step], index: int, waiting: Waiting) -> Hook:

@@ -305,9 +305,14 @@ class SavedTensors:
         activation = None if handle.after is None else handle.after()  # see [Note: Recomputed first]
         if activation is not None:
             activation.unpack_early()
-        with step.failures.publishing(), unseen(), untracked():
-            step.backward.node_fetch(chunk, handle.operator)
-            return self._view(handle)
+        builds_graph = torch.is_grad_enabled()
+        try:
+            with unseen(), untracked():
+                step.backward.node_fetch(chunk, handle.operator)
+                return self._view(handle)
+        except BaseException as error:
+            step.failures.publish(error, builds_graph)
+            raise
 
     def _view(self, handle: Handle) -> Tensor:
         """The saved tensor, in the payload where it lies now."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gemini.memory.modes import untracked
 from gemini.memory.transfer import Region, ready
 from gemini.placement.demand import Kind
 from gemini.runtime.binding import (
@@ -179,7 +180,8 @@ class WeightAccess(StateAccess):
             self.step.binding.write_back_all([self.chunk])
             return super().copies(wanted)
         # A fetch like an operator's: the payload stays in its slot until another chunk needs the slot.
-        payload = self.step.payloads.fetch(self.chunk)
+        with untracked():
+            payload = self.step.payloads.fetch(self.chunk)
         return {managed.index: managed.view(payload).to("cpu", copy=True) for managed in wanted}
 
 
@@ -247,7 +249,7 @@ class FullPrecisionAccess(StateAccess):
         """Set this rank's parts of weights and master from a file, by no more than the elements that it holds. Local.
 
         read: returns elements of the parameter, in payload order, given the first one and their number. Between
-            `ParamStore.before_update` and `ParamStore.after_update`, which see to payloads and graphs.
+            `ParamStore.make_stale` and `ParamStore.after_update`, which see to payloads and graphs.
         """
         chunk = self.chunk
         has_master = Kind.MASTER in chunk.homes

@@ -321,7 +321,7 @@ class _Load:
         with step.failures.tearing():
             for index, its in by_chunk.items():
                 chunk = self._manager.chunks[index]
-                step.params.before_update(chunk)
+                step.params.make_stale(chunk)
                 access = self._states.full_precision(chunk)
                 for managed, stored in its:
                     read = _Reader(managed, stored, files).read

@@ -108,9 +108,11 @@ def wait_until_free(memory: SharedStorage, timeout_s: float) -> bool:
 
     A collective's worker thread drops its references some time after the collective is done.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline: float | None = None
     while memory.num_holders() > 0:
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        deadline = now + timeout_s if deadline is None else deadline
+        if now >= deadline:
             return False
         time.sleep(0.0002)  # releases the GIL, which the worker thread needs
     return True
@@ -177,12 +179,10 @@ class SlotPool:
                 tickets = slot.tickets
                 if tickets.write is None and not tickets.reads:
                     return slot
-                return min(self._all_free(), key=lambda each: (each.tickets.last_number(), each.place))
+                free = [each for each in self.slots if each.chunk is None]
+                return min(free, key=lambda each: (each.tickets.last_number(), each.place))
             heappop(self._free)
         return None
-
-    def _all_free(self) -> list[Slot]:
-        return [slot for slot in self.slots if slot.chunk is None]
 
     def vacate(self, slot: Slot) -> None:
         """Mark a slot as free."""
@@ -193,7 +193,7 @@ class SlotPool:
         slot.vacate()
 
     def _find_free(self) -> None:
-        self._free = [(slot.place, slot) for slot in self._all_free()]
+        self._free = [(slot.place, slot) for slot in self.slots if slot.chunk is None]
         heapify(self._free)
 
     def _join(self, slot: Slot) -> None:

@@ -91,6 +91,11 @@ class MemoryTier:
         self.ledger.count_allocated(kind, num_bytes)
         return buffer
 
+    def count_again(self, num_bytes: int, kind: str) -> None:
+        """Count a buffer that was freed and is used again, since its last user has kept it. Raises BudgetError."""
+        self._check_capacity(num_bytes, kind)
+        self.ledger.count_allocated(kind, num_bytes)
+
     def _allocate(self, num_bytes: int, kind: str) -> Tensor:
         """A zeroed flat uint8 buffer from the machine."""
         raise NotImplementedError

@@ -679,7 +679,8 @@ class Scratch:
         self.num_bytes = num_bytes
         self._memory: Region | None = None  # (num_bytes,) uint8
         self._used_bytes = 0
-        self._regions: dict[tuple[int, int, torch.dtype], Region] = {}  # by first byte and numel: the same in each step
+        # By first byte, numel and dtype, which are the same in each step: the region, and where the next one begins.
+        self._regions: dict[tuple[int, int, torch.dtype], tuple[Region, int]] = {}
 
     def fill(self) -> Region:
         """Take the memory if it is not taken yet. Raises BudgetError."""
@@ -694,7 +695,7 @@ class Scratch:
     def reset(self) -> None:
         """Reuse the memory from the start: nothing that was handed out is needed any more."""
         self._used_bytes = 0
-        if self._memory is not None:
+        if self._memory is not None and self._memory.tickets.pending:
             # A copy of the last use may still read the memory: what is launched next must come after it.
             wait_on_stream(self._memory)
 
@@ -715,11 +716,13 @@ class Scratch:
 
     def region(self, numel: int, dtype: torch.dtype) -> Region:
         """Do what `allocate` does, but return a region, for data that is copied to another tier."""
-        num_bytes = numel * dtype.itemsize
-        start = self._used_bytes
-        assert start + num_bytes <= self.num_bytes, "scratch is smaller than the placement's scratch_bytes"
-        self._used_bytes += round_to_alignment(num_bytes)
-        region = self._regions.get((start, numel, dtype))
-        if region is None:
-            region = self._regions[start, numel, dtype] = self.fill()[start : start + num_bytes].view(dtype)
+        key = self._used_bytes, numel, dtype
+        if key not in self._regions:
+            self._regions[key] = self._cut(*key)
+        region, self._used_bytes = self._regions[key]
         return region
+
+    def _cut(self, start: int, numel: int, dtype: torch.dtype) -> tuple[Region, int]:
+        num_bytes = numel * dtype.itemsize
+        assert start + num_bytes <= self.num_bytes, "scratch is smaller than the placement's scratch_bytes"
+        return self.fill()[start : start + num_bytes].view(dtype), start + round_to_alignment(num_bytes)

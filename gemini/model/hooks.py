@@ -190,14 +190,18 @@ class _AroundOperator:
         if call.is_outermost:
             _watch(call)
         # From here on the other ranks would wait for this one in a gather: publish a failure to them.
-        with self._failures.publishing():
-            with unseen():
+        builds_graph = torch.is_grad_enabled()
+        try:
+            with unseen(), untracked():
                 self._step.fetch_operator(call)
             # A transform of torch.func allows no saved-tensor hooks: its graph would keep weights whose slot is reused.
             check_operator(module, operator.chunks)
             # See [Note: Root hooks]. The call notes them, so that its end pops them also after an exception.
             if self._saved_tensors.needed():
                 call.note_hooks(self._saved_tensors.push())
+        except BaseException as error:
+            self._failures.publish(error, builds_graph)
+            raise
 
     def after(self, operator: Operator, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():

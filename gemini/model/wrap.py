@@ -205,7 +205,7 @@ def move_in(
 ) -> None:
     """Move rank 0's weights into every chunk's homes, and into masters that hold more than the weights. Collective.
 
-    Raises BudgetError. Memory that only training needs is allocated when training begins: runtime/grads.py.
+    Raises BudgetError. Memory that only training needs is allocated when training begins: runtime/training.py.
     """
     # Only weights that are given with more bits than their chunk has need a master now. Other masters are made from the
     # 16-bit weights when training begins.

@@ -556,7 +556,7 @@ class OptimizerStep:
         # What the backward has not used is updated now, with the buffers that its thread uses.
         if self._in_backward is not None and any(step.grads.of(chunk).is_reduced for chunk in self._left()):
             self._updates.finish()
-        step.grads.leftovers.before_update(self._states.ungrouped())
+        step.grads.leftovers.leave_homes(self._states.ungrouped())
         grad_norm = torch.empty((), dtype=torch.float32, device=self._device)
         resting = self._resting()
         with self._updates.room(resting, step.payloads):
@@ -607,7 +607,7 @@ class OptimizerStep:
     def _collect(self) -> None:
         """Complete the gradients, and release payloads that an update would make stale. Collective."""
         for chunk in self._left():
-            self._manager.params.before_update(chunk)
+            self._manager.params.make_stale(chunk)
         self._reductions.catch_up()
 
     def _left(self) -> list[Chunk]:

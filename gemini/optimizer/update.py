@@ -265,7 +265,7 @@ class ChunkUpdates:
         chunks = [state.chunk for state in self._states.values()]
         with self.room(dict.fromkeys(chunks), payloads), self._failures.tearing(), torch.no_grad():
             for chunk in chunks:
-                self._params.before_update(chunk)
+                self._params.make_stale(chunk)
                 # The weights cannot change in a home that holds their gradient.
                 if chunk.holds_grad:
                     payloads.restore_parameters(chunk)
@@ -516,13 +516,13 @@ class ChunkUpdates:
 
     def _note_updated(self, update: _ChunkUpdate) -> None:
         """The chunk has new weights, or whoever asks for them waits for them."""
-        state, homes = update.state, self._grads.homes
+        state, places = update.state, self._grads.places
         state.store_updates(update.runs, self._params)
         if update.gradient is not None:
             # The gradient is used up: a home that was lent to it takes the new weights in `close`.
-            homes.consumed(state.chunk.index)
+            places.consumed(state.chunk.index)
         # If this rank had nothing to update, the chunk's home may still hold the gradient.
-        homes.restore(state.chunk.index)
+        places.restore(state.chunk.index)
         self._params.after_update(state.chunk)
 
 

@@ -1,523 +1,49 @@
-"""The books of gradients, which a training run and its simulation share: states, and every decision about them.
+"""Every decision about gradients, which a training run and its simulation share.
 
-They decide which gradient is spilled, which may wait, how the gradients of a step are added up, where the sum rests,
-and when a parameter home is lent to it. Numbers only: no tensor, no device, no other rank. What only a run knows, or a
-simulation only counts, is an abstract method here, which both have.
+`PlaceRules` decide where gradients are: in which slot they are opened, which one is spilled, where the sum rests, and
+when a parameter home is lent to it. `GradientRules` decide when: what is complete, when ranks reduce it, and what
+becomes of the mean. Numbers only: no tensor, no device, no other rank. What only a run knows, or a simulation only
+counts, is an abstract method here, which both have.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from operator import gt
-from typing import Any, Final, NamedTuple
+from typing import Protocol
 
 from gemini.errors import GeminiError
-from gemini.placement.next_use import NextUse, PassKind, ReductionOrder, Touch
+from gemini.placement.gradient import Gradient, GradState, ReducedState, SlotOfGradients
+from gemini.placement.next_use import PassKind, Touch
+from gemini.placement.payload_rules import PayloadRules
 
 MAX_WAITING = 2
 """Fine chunks whose gradients may wait in `.grad`, beyond the gradient slots."""
 
 
-@dataclass(frozen=True)
-class SumRule:
-    """How the gradients of one chunk are added up within a step, so that the bits are autograd's.
-
-    adds_at_home: a home that holds a reduced gradient takes others directly. Only one rank in full precision does so:
-    with several ranks the home holds a mean, and in 16 bits the sum of micro-batches is made in fp32.
-
-    resumes: a payload that is opened beside a reduced gradient at rest starts as that gradient. Only one rank does so:
-    autograd computes (a + b) + c, and a + (b + c) has other bits.
-
-    resumes_pieces: it does so where both are pieces of one backward, which are added in the gradient's own dtype in any
-    case, as by autograd. In 16 bits those of several micro-batches are added in fp32.
-
-    widens: the reduced gradient becomes fp32 when a second micro-batch is added.
-    """
-
-    adds_at_home: bool
-    resumes: bool
-    resumes_pieces: bool
-    widens: bool
-
-    @staticmethod
-    def of(world_size: int, itemsize: int, rests_as_is: bool, widens: bool) -> SumRule:
-        """itemsize: of the weights. rests_as_is: the reduced gradient has the weights' dtype."""
-        is_alone, has_full_precision = world_size == 1, itemsize >= 4
-        return SumRule(
-            adds_at_home=is_alone and has_full_precision,
-            resumes=is_alone and has_full_precision and rests_as_is,
-            resumes_pieces=is_alone,
-            widens=widens,
-        )
-
-
-# -- The states of a chunk's gradient, and what may follow what.
+# -- Where gradients are: open in a slot or at home, spilled, at rest.
 #
-# [Note: Three states] A local gradient, a sum of reduced gradients and a sum of unreduced ones can exist at the same
-# time: in the second micro-batch of a step, or after backwards inside and outside `no_sync()`. A chunk's gradient
-# therefore has three independent states: `GradState`, `ReducedState` and `UnsyncedState`. One method writes each state,
-# together with everything that belongs to it, and raises for a transition that is not in `NEXT`.
-
-
-class State(Enum):
-    """A state that is looked up in `NEXT` for every gradient. Enum's own hash is a Python call: too slow there."""
-
-    __hash__ = object.__hash__
-
-
-class GradState(State):
-    """Where the local gradient is: what autograd made in this backward, before it is merged into the reduced gradient.
-
-    CLOSED: there is none, and no memory is held for it.
-    AT_HOME: open, in the chunk's gradient home, which is on the device and has room for a whole payload. It takes no
-        slot. With one rank the gradient stays there; with several the same memory holds the reduced gradient later.
-    IN_SLOT: open, in a gradient slot of the device.
-    SPILLED: open, in temporary host memory, because another chunk needed the slot. Other ranks do not know of it.
-    REDUCING: still in its home or slot, where the collective reads it. Nothing may write to it.
-    """
-
-    CLOSED = "closed"
-    AT_HOME = "open at home"
-    IN_SLOT = "open in a slot"
-    SPILLED = "spilled to the host"
-    REDUCING = "being reduced"
-
-
-class Content(Enum):
-    """The content of an open payload's elements to which no gradient was written since it was opened.
-
-    UNDEFINED: whatever was in that memory before. They must be zeroed before the payload is read as a whole.
-    ZERO: zeros, or negative zeros in an attached home.
-    SUM: the reduced gradient of this step. New gradients are added to it, so the merge replaces the shard.
-    """
-
-    UNDEFINED = "undefined"
-    ZERO = "zero"
-    SUM = "the sum so far"
-
-
-class ReducedState(State):
-    """Where this rank's part of this step's reduced gradient is: the part that this rank updates.
-
-    NONE: there is none yet. Its memory is reserved but its content is undefined; a lent parameter home still
-        holds the parameters.
-    IN_SHARD: in `shard`, in `gradient_dtype`: in a home of its own, or in the parameter home.
-    WIDE: in `wide`, in fp32, since several micro-batches were added to a 16-bit gradient. `shard` is undefined.
-    USED: nowhere: the backward has updated the weights with it (`update_in_backward`).
-    """
-
-    NONE = "none"
-    IN_SHARD = "in its shard"
-    WIDE = "in fp32"
-    USED = "used by the backward"
-
-
-class UnsyncedState(State):
-    """Whether backwards under no_sync() have left gradients to be reduced. With one rank it is always NONE.
-
-    NONE: every gradient so far was reduced.
-    ELSEWHERE: this rank has none left, other ranks may. This rank contributes zeros to the next reduction.
-    HELD: `unsynced` on the host holds this rank's sum, a whole payload in fp32.
-    """
-
-    NONE = "none"
-    ELSEWHERE = "left on other ranks only"
-    HELD = "held on the host"
-
-
-NEXT: dict[State, tuple[State, ...]] = {
-    GradState.CLOSED: (GradState.AT_HOME, GradState.IN_SLOT),
-    # A gradient at home takes no slot, so it is never spilled.
-    GradState.AT_HOME: (GradState.REDUCING, GradState.CLOSED),
-    GradState.IN_SLOT: (GradState.SPILLED, GradState.REDUCING, GradState.CLOSED),
-    # A spilled gradient is closed without coming back where it is discarded.
-    GradState.SPILLED: (GradState.IN_SLOT, GradState.CLOSED),
-    GradState.REDUCING: (GradState.CLOSED,),
-    ReducedState.NONE: (ReducedState.IN_SHARD, ReducedState.WIDE, ReducedState.USED),
-    ReducedState.USED: (ReducedState.NONE,),
-    ReducedState.IN_SHARD: (ReducedState.WIDE, ReducedState.NONE),
-    # A sum in fp32 stays so until the step has used it: in 16 bits a small gradient would be lost beside a large one.
-    ReducedState.WIDE: (ReducedState.NONE,),
-    UnsyncedState.NONE: (UnsyncedState.ELSEWHERE, UnsyncedState.HELD),
-    # A later backward under no_sync() may bring this rank a gradient of its own.
-    UnsyncedState.ELSEWHERE: (UnsyncedState.HELD, UnsyncedState.NONE),
-    UnsyncedState.HELD: (UnsyncedState.NONE,),
-}
-
-
-# -- One chunk's gradient, in numbers.
-
-
-_AT_HOME, _IN_SLOT = GradState.AT_HOME, GradState.IN_SLOT  # a look-up in the Enum takes 100 ns in Python 3.11
-
-
-class Gradient:
-    """The books of one trainable chunk's gradient on this rank. The memory is in `ChunkGradient`, which extends it."""
-
-    # Its own home and the fp32 memory beside it, once they were taken. Without a home it rests in the parameter home.
-    home: object | None = None
-    wide: object | None = None
-    # It is written to its own home directly, which is on the device and has room for a whole payload.
-    has_whole = False
-
-    def __init__(
-        self, index: int, oversize: bool, sums: SumRule, trained: bytes, *, is_alone: bool, is_chosen: bool
-    ) -> None:
-        """trained: by position of the chunk's parameters. is_alone: one rank, whose gradient is the mean already.
-
-        is_chosen: routing chooses which of its parameters are used, on each rank from its data.
-        """
-        count = len(trained)
-        self.index: Final = index
-        self.oversize: Final = oversize  # of slots of the larger size
-        self.is_alone: Final = is_alone
-        self.is_chosen: Final = is_chosen
-        self.sums: Final = sums
-
-        # the local gradient: written by `_become`, and by `note_fired` where a parameter's gradient comes
-        self.state = GradState.CLOSED
-        self.content = Content.UNDEFINED
-        self.fired = bytearray(count)  # by position: a gradient came since the payload was opened
-        self.num_fired = 0  # number of ones in `fired`
-        # By position: the view that the next gradient is copied to. None: it must be added to what its view holds, or
-        # refused, see `Arrivals.add`.
-        self.expects: list[Any] = [None] * count
-
-        # the reduced gradient and unreduced sums: written by `become_reduced` and `become_unsynced`
-        self.reduced_state = ReducedState.NONE
-        self.first_backward = 0  # number of the backward whose gradient was reduced first in this step
-        self.unsynced_state = UnsyncedState.NONE
-
-        # which parameters got a gradient, by position
-        self.got = bytearray(count)  # a gradient came since the last step, on this rank
-        # whether any rank got one, as of the last reduction; equal on all ranks
-        # One array serves both on one rank: what this rank got is what all have agreed on.
-        self.agreed = self.got if is_alone else bytearray(count)
-        self.had = bytearray(count)  # `agreed` of any step since gradients were last set to None
-
-        # what is expected
-        self.in_pieces = False  # a parameter's gradient came more than once in some backward
-        # In some backward some rank had gradients of a part of the trained parameters only; equal on all ranks.
-        self.came_in_part = False
-        self.expect_from(trained)
-
-    def names(self) -> str:
-        """What the chunk is called in errors."""
-        return "simulated"
-
-    # -- transitions
-
-    def become(self, state: GradState, content: Content | None = None) -> None:
-        """Move the local gradient to `state`. Raises RuntimeError if the transition is not in `NEXT`.
-
-        content: what a newly opened payload holds; a payload that only moves keeps its content.
-        """
-        self._become(state, content, ())
-
-    def _become(self, state: GradState, content: Content | None, views: Sequence[Any]) -> None:
-        """See `become`. views: of a payload that takes gradients, by position."""
-        if state not in NEXT[self.state]:
-            raise self._cannot(self.state, state)
-        if state is not GradState.CLOSED:
-            self.state = state  # first: after an interrupt below `discard` still closes it
-        if state is GradState.CLOSED:
-            self.content, self.fired, self.num_fired = Content.UNDEFINED, bytearray(len(self.fired)), 0
-        elif content is not None:
-            self.content = content
-        # In a sum the first gradient of a parameter is copied, and not added: what its view holds is no gradient.
-        held = self.got if self.content is Content.SUM else self.fired
-        # The common case of a payload that was just opened: without a loop over the parameters.
-        if views and self.all_trained and not any(held):
-            self.expects = list(views)
-        elif views:
-            rows = zip(self.fired, held, self.trained, views, strict=True)
-            self.expects = [None if came or is_held or not trained else view for came, is_held, trained, view in rows]
-        else:
-            self.expects = [None] * len(self.fired)
-        # CLOSED is written last: an interrupt before this line leaves a gradient that is closed once more.
-        self.state = state
-
-    def note_fired(self, position: int) -> None:
-        """The gradient of the parameter at `position` is in the open payload. Raises RuntimeError if none is open."""
-        # This runs once a parameter and backward: a check by `is_open` would take as long as all of the rest.
-        if self.state is not _AT_HOME and self.state is not _IN_SLOT:
-            raise self._not_open(position)
-        self.expects[position] = None
-        # A second piece of a parameter's gradient is not counted: `num_fired` is compared with a number of parameters.
-        if self.fired[position]:
-            self.in_pieces = True
-        else:
-            self.num_fired += 1
-        self.fired[position] = self.got[position] = 1
-
-    def note_all_fired(self, positions: Sequence[int]) -> None:
-        """Note several parameters, none of which has fired since the payload was opened. Raises as `note_fired`."""
-        if self.state is not _AT_HOME and self.state is not _IN_SLOT:
-            raise self._not_open(positions[0])
-        if len(positions) == len(self.fired):  # without a loop over the parameters
-            self.fired[:] = self.got[:] = b"\1" * len(positions)
-            self.expects = [None] * len(positions)
-        else:
-            for position in positions:
-                self.fired[position] = self.got[position] = 1
-                self.expects[position] = None
-        self.num_fired += len(positions)
-
-    def note_given(self, position: int) -> None:
-        """The parameter at `position` has a gradient, on all ranks, that no backward made."""
-        self.got[position] = self.agreed[position] = 1
-
-    def note_discarded(self, position: int) -> None:
-        """The gradient of the parameter at `position` was set to None, on all ranks."""
-        self.got[position] = self.agreed[position] = 0
-        self.had[position] = 0
-
-    def note_agreed(self, flags: bytes) -> None:
-        """The ranks have exchanged which parameters have a gradient on any of them. Called before they are reduced."""
-        self.agreed[:] = flags
-
-    def note_leftovers(self, had: bytes, got: bytes, agreed: bytes) -> None:
-        """A step or zero_grad() has left gradients of these parameters."""
-        # On one rank `got` and `agreed` are one array, to which both write the same flags.
-        self.had[:], self.got[:], self.agreed[:] = had, got, agreed
-
-    def become_reduced(self, state: ReducedState, backward: int = 0) -> None:
-        """Move the reduced gradient to `state`. Raises RuntimeError if the transition is not in `NEXT`.
-
-        backward: the number of the backward that made the step's first reduced gradient.
-        """
-        if state not in NEXT[self.reduced_state]:
-            raise self._cannot(self.reduced_state, state)
-        if self.reduced_state is ReducedState.NONE:
-            self.first_backward = backward
-        self.reduced_state = state
-
-    def note_used(self) -> None:
-        """The backward updates the parameters whose gradients are in the payload, which is closed next."""
-        self.become_reduced(ReducedState.USED)
-
-    def outlive_step(self) -> None:
-        """A step left the reduced gradient in place: whatever is added to it belongs to a later backward."""
-        self.first_backward = 0
-
-    def become_unsynced(self, state: UnsyncedState) -> None:
-        """Move the unreduced sum to `state`. Raises RuntimeError if the transition is not in `NEXT`."""
-        if state not in NEXT[self.unsynced_state]:
-            raise self._cannot(self.unsynced_state, state)
-        self.unsynced_state = state
-
-    def _cannot(self, before: State, after: State) -> RuntimeError:
-        return RuntimeError(
-            f"chunk {self.index} ({self.names()}): its gradient is {before.value!r} and cannot become "
-            f"{after.value!r}. This is an error in gemini"
-        )
-
-    def _not_open(self, position: int) -> RuntimeError:
-        return RuntimeError(
-            f"chunk {self.index} ({self.names()}): the gradient of its parameter {position} came into a payload "
-            f"that is {self.state.value!r}. This is an error in gemini"
-        )
-
-    def take_over(self, before: Gradient) -> None:
-        """Keep what `before` knew about this chunk's gradient."""
-        self.in_pieces, self.came_in_part = before.in_pieces, before.came_in_part
-        for flags, old in ((self.got, before.got), (self.agreed, before.agreed), (self.had, before.had)):
-            # In place: on one rank `got` and `agreed` are one array.
-            flags[:] = old
-
-    # -- what follows from the states
-
-    @property
-    def is_open(self) -> bool:
-        """There is a local gradient, and its reduction has not begun."""
-        return self.state is not GradState.CLOSED and self.state is not GradState.REDUCING
-
-    @property
-    def is_complete(self) -> bool:
-        """The local gradient is open, and has all that is expected of it."""
-        return self.num_fired == self.expected and self.is_open
-
-    @property
-    def is_reduced(self) -> bool:
-        """There is a reduced gradient of this step."""
-        return self.reduced_state is not ReducedState.NONE and self.reduced_state is not ReducedState.USED
-
-    @property
-    def is_used(self) -> bool:
-        """The backward has updated parameters of the chunk with their gradients of this step."""
-        return self.reduced_state is ReducedState.USED
-
-    @property
-    def is_behind(self) -> bool:
-        """Backwards ran under no_sync() since the last reduction. Equal on all ranks."""
-        return self.unsynced_state is not UnsyncedState.NONE
-
-    @property
-    def in_place(self) -> bool:
-        """One rank: a gradient that is written to its home needs no reduction and no copy."""
-        return self.is_alone and self.has_whole
-
-    def resumes(self, backward: int) -> bool:
-        """Whether a payload that backward number `backward` opens starts as the reduced gradient and is added to it.
-
-        See `SumRule`.
-        """
-        if self.reduced_state is not ReducedState.IN_SHARD:
-            return False
-        return self.sums.resumes or (self.sums.resumes_pieces and self.first_backward == backward)
-
-    @property
-    def may_write_home(self) -> bool:
-        """Whether gradients go to the home now, and need no slot. See `SumRule`."""
-        return self.has_whole and (self.reduced_state is ReducedState.NONE or self.sums.adds_at_home)
-
-    def may_wait(self, backward: int) -> bool:
-        """Whether gradients of backward number `backward` may wait for one another, before the first is taken over."""
-        if self.num_fired or self.is_open:
-            return False
-        # Else these gradients are added to the sum one by one, in autograd's order: (a + b) + c has other bits than
-        # a + (b + c).
-        return not self.is_reduced or not (self.in_place or self.resumes(backward))
-
-    # -- what is expected of autograd
-
-    def expect_from(self, trained: bytes) -> None:
-        """Count the payload as complete once every parameter has a gradient. trained: by position."""
-        self.trained = trained
-        self.all_trained = all(trained)
-        self.num_trained = sum(trained)
-        self.expected = len(trained)
-        self.came_in_part = False
-
-    def expect_what_came(self) -> None:
-        """Count later payloads as complete with what the step's first backward brought, which has just ended."""
-        # Unused parameters must not keep a chunk open, and its slot taken, until the end of every later backward. It is
-        # at least 1: no count of gradients that have come is ever equal to 0.
-        self.expected = max(1, sum(self.got))
-
-    @property
-    def is_whole(self) -> bool:
-        """The open payload has gradients of all trained parameters of the chunk, from this rank."""
-        return self.num_fired == self.num_trained
-
-    @property
-    def missing(self) -> bytes:
-        """By position: a trained parameter of which this rank has no gradient in the open payload."""
-        if self.is_whole:
-            return bytes(len(self.trained))
-        return bytes(trained > fired for trained, fired in zip(self.trained, self.fired, strict=True))
-
-    def note_part(self) -> None:
-        """Some rank has had gradients of a part of the chunk only. Every rank calls it at the same point."""
-        self.came_in_part = True
-
-
-# -- Open gradients: a gradient is *open* from its first to its last local gradient. Then it is reduced and merged.
+# A gradient is *open* from its first to its last local gradient; then it is reduced and merged. Where this rank holds
+# the whole gradient on the device anyway, gradients are written to the home directly. Else they come into a gradient
+# slot. An open payload that must make room is spilled to the host unreduced, by this rank alone, and comes back when it
+# is needed.
 #
-# Where this rank holds the whole gradient on the device anyway, gradients are written to the home directly. Else they
-# come into a gradient slot. An open payload that must make room is spilled to the host unreduced, by this rank alone,
-# and comes back when it is needed.
-
-
-class SlotRules(ABC):
-    """The open gradients of all trainable chunks of one model, by chunk index. All of it is local."""
-
-    def __init__(self, books: Mapping[int, Gradient]) -> None:
-        """books: of all trainable chunks. The dict has other chunks once others are trained."""
-        self._books = books
-
-    def lacks_slot(self, chunk: int) -> bool:
-        """Whether the gradient can only be opened in a slot, and none is free."""
-        gradient = self._books[chunk]
-        if gradient.has_whole and gradient.state is GradState.CLOSED and gradient.may_write_home:
-            return False
-        return self._free_slot(gradient.oversize) is None
-
-    def open(self, chunk: int, backward: int, zero: bool = False) -> None:
-        """Make the payload writable: the home if it may be written, else a slot, filled from a spill if there is one.
-
-        backward: the number of the backward that opens it. zero: fill it with zeros, unless gradients stay in the home.
-        """
-        gradient = self._books[chunk]
-        state = gradient.state
-        if state is not GradState.CLOSED and state is not GradState.SPILLED:
-            return
-        if gradient.has_whole and state is GradState.CLOSED and gradient.may_write_home:
-            self._open_at_home(chunk, zero)
-            return
-        slot = self._free_slot(gradient.oversize)
-        # None of those inside is being reduced, and could not be spilled then: a reduction that held the last slot was
-        # finished, see `GradientRules.make_way`.
-        if slot is None:
-            slot = self._spill(self._first_to_spill(gradient.oversize), chunk)
-        if state is GradState.SPILLED:
-            self._unspill(chunk, slot)
-        else:
-            # One rank continues the sum so far, in autograd's order of additions.
-            self._open_in_slot(chunk, slot, gradient.resumes(backward), zero)
-
-    def _first_to_spill(self, oversize: bool) -> int:
-        """The chunk whose gradient leaves its slot."""
-        # Complete gradients only wait to be reduced, so they go first. Of incomplete ones the first chunk of the model
-        # goes: backward reaches it last.
-        found, is_complete = -1, False
-        for chunk in self._inside(oversize):
-            gradient = self._books[chunk]
-            has_all = gradient.num_fired == gradient.expected
-            if found < 0 or (has_all, -chunk) > (is_complete, -found):
-                found, is_complete = chunk, has_all
-        return found
-
-    def rest_in_place(self, chunk: int, backward: int) -> None:
-        """Close a gradient that was written to its home. Elements that got no gradient become zero."""
-        gradient = self._books[chunk]
-        # In a later backward of the step, elements without a gradient keep the sum so far. Paddings have held zeros, of
-        # either sign, since the home was made.
-        if gradient.reduced_state is ReducedState.NONE:
-            gradient.become_reduced(ReducedState.IN_SHARD, backward)
-            self._zero_rest_of_home(chunk)
-        self.close(chunk)
-
-    # -- what a run does and a simulation counts
-
-    @abstractmethod
-    def close(self, chunk: int) -> None:
-        """Free the payload's slot, or its spilled memory: the content is not needed any more."""
-
-    @abstractmethod
-    def _zero_rest_of_home(self, chunk: int) -> None:
-        """Zero the elements of an open home to which no gradient was written."""
-
-    @abstractmethod
-    def _inside(self, oversize: bool) -> Iterable[int]:
-        """The chunks in slots of this size."""
-
-    @abstractmethod
-    def _free_slot(self, oversize: bool) -> object | None:
-        """A slot of this size that is free now; None without any."""
-
-    @abstractmethod
-    def _spill(self, victim: int, wanted: int) -> object:
-        """Move an open payload to the host, unreduced: `wanted` needs its slot, which is returned."""
-
-    @abstractmethod
-    def _unspill(self, chunk: int, slot: object) -> None:
-        """Bring a spilled payload back into a free slot."""
-
-    @abstractmethod
-    def _open_in_slot(self, chunk: int, slot: object, resumes: bool, zero: bool) -> None:
-        """Open a payload in a free slot. resumes: it begins as the reduced gradient."""
-
-    @abstractmethod
-    def _open_at_home(self, chunk: int, zero: bool) -> None:
-        """Open a payload in the gradient's home, which may be written to."""
-
-
-# -- Lending of parameter homes to gradients. See [Note: Lent homes] and [Note: Lent payloads].
+# A reduced gradient rests in a home of its own, in its chunk's parameter home (`reuse_fp16_shard`), or in fp32 beside
+# its home once several micro-batches were added to a 16-bit gradient.
+#
+# [Note: Lent homes] Once a 16-bit chunk's gradient is reduced, its parameters are not needed before the step, which
+# makes them again from the fp32 master. Until then the home is *lent* to the gradient. If the parameters are needed
+# earlier, the home is taken back: the gradient moves to memory of its own, which it keeps for later steps, and the
+# parameters are rounded from the master again, to the same bits. Only the part of the home that this rank updates is
+# lent, so lending is local: no collective.
+#
+# [Note: Lent payloads] A home that is a payload is lent only while the chunk is released and no view of it is alive. A
+# resident chunk is released for that by this rank alone, as its fetches launch nothing. Releasing a kept slot decides
+# whether the next fetch is a collective, so all ranks must decide alike. They do so at the start of the reduction,
+# which all ranks share, and from shared history only: was the chunk gathered again after its reduction in an earlier
+# step? Where this rank's gradient rests must not matter.
 
 
 class LendingHistory:
@@ -550,7 +76,7 @@ class LendingHistory:
         if self._gathers.get(chunk, num_gathers) < num_gathers:
             self._used_after.add(chunk)
 
-    def end_step(self) -> None:
+    def forget_step(self) -> None:
         """What is reduced from now on belongs to the next step. Every chunk's gathers were noted."""
         self._gathers.clear()
 
@@ -559,47 +85,81 @@ class LendingHistory:
         self._used_after.clear()
 
 
-# -- Reduced gradients at rest: where they rest, and what moves there.
-#
-# A reduced gradient rests in a home of its own, in its chunk's parameter home (`reuse_fp16_shard`), or in fp32 beside
-# its home once several micro-batches were added to a 16-bit gradient.
-#
-# [Note: Lent homes] Once a 16-bit chunk's gradient is reduced, its parameters are not needed before the step, which
-# makes them again from the fp32 master. Until then the home is *lent* to the gradient. If the parameters are needed
-# earlier, the home is taken back: the gradient moves to memory of its own, which it keeps for later steps, and the
-# parameters are rounded from the master again, to the same bits. Only the part of the home that this rank updates is
-# lent, so lending is local: no collective.
-#
-# [Note: Lent payloads] A home that is a payload is lent only while the chunk is released and no view of it is alive. A
-# resident chunk is released for that by this rank alone, as its fetches launch nothing. Releasing a kept slot decides
-# whether the next fetch is a collective, so all ranks must decide alike. They do so at the start of the reduction,
-# which all ranks share, and from shared history only: was the chunk gathered again after its reduction in an earlier
-# step? Where this rank's gradient rests must not matter.
+class GradientPool(Protocol):
+    """The gradient slots of one size."""
+
+    def first_free(self) -> SlotOfGradients | None:
+        """A slot that is free now; None without any."""
 
 
-class PayloadNow(NamedTuple):
-    """Where the parameters of a chunk are, beside their home, and who uses them."""
+class PlaceRules(ABC):
+    """Where the gradients of all trainable chunks of one model are, by chunk index. All of it is local."""
 
-    is_pinned: bool
-    is_coming: bool  # on its way into a slot
-    is_gathered: bool  # in a slot, and the home holds parameters
-    is_resident: bool  # the home is the payload
-    has_own_slot: bool
-    num_gathers: int  # so far
-
-
-class HomeRules(ABC):
-    """The reduced gradients of all trainable chunks of one model, by chunk index. All of it is local."""
-
-    def __init__(self, books: Mapping[int, Gradient]) -> None:
-        """books: of all trainable chunks. The dict has other chunks once others are trained."""
+    def __init__(self, books: Mapping[int, Gradient], pools: Sequence[GradientPool], payloads: PayloadRules) -> None:
+        """books: of all trainable chunks. The dict has other chunks once others are trained. pools: by size."""
         self._books = books
+        self._pools = pools
+        self.payloads = payloads  # where the parameters are beside their homes, and who uses them
         self._lending = LendingHistory()
-        self._lendable: tuple[int, ...] = ()
+        self.lendable: Collection[int] = ()  # whose home may be lent, unless it gets a GRAD home in time
 
     def note_lendable(self) -> None:
         """Find out whose home may be lent: other chunks are trained from now on, or homes have moved."""
-        self._lendable = tuple(chunk for chunk in self._books if self._lends_home(chunk))
+        self.lendable = dict.fromkeys(chunk for chunk in self._books if self._lends_home(chunk))
+
+    # -- open gradients
+
+    def open(self, chunk: int, backward: int, zero: bool = False, *, may_spill: bool = True) -> bool:
+        """Make the payload writable: the home if it may be written, else a slot, filled from a spill if there is one.
+
+        backward: the number of the backward that opens it. zero: fill it with zeros, unless gradients stay in the home.
+        may_spill: another gradient makes room where no slot is free. Else nothing happens then, and it returns False.
+        """
+        gradient = self._books[chunk]
+        state = gradient.state
+        if state is not GradState.CLOSED and state is not GradState.SPILLED:
+            return True
+        if gradient.has_whole and state is GradState.CLOSED and gradient.may_write_home:
+            self._open_at_home(chunk, zero)
+            return True
+        slot = self._pools[gradient.oversize].first_free()
+        if slot is None:
+            if not may_spill:
+                return False
+            # None of those inside is being reduced, and could not be spilled then: a reduction that held the last slot
+            # was finished, see `GradientRules.open`.
+            slot = self._spill(self._first_to_spill(gradient.oversize), chunk)
+        if state is GradState.SPILLED:
+            self._unspill(chunk, slot)
+        else:
+            # One rank continues the sum so far, in autograd's order of additions.
+            resumes = gradient.reduced_state is ReducedState.IN_SHARD and gradient.resumes(backward)
+            self._open_in_slot(chunk, slot, resumes, zero)
+        return True
+
+    def _first_to_spill(self, oversize: bool) -> int:
+        """The chunk whose gradient leaves its slot."""
+        # Complete gradients only wait to be reduced, so they go first. Of incomplete ones the first chunk of the model
+        # goes: backward reaches it last.
+        found, is_complete = -1, False
+        for chunk in self._inside(oversize):
+            gradient = self._books[chunk]
+            has_all = gradient.num_fired == gradient.expected
+            if found < 0 or (has_all, -chunk) > (is_complete, -found):
+                found, is_complete = chunk, has_all
+        return found
+
+    def rest_in_place(self, chunk: int, backward: int) -> None:
+        """Close a gradient that was written to its home. Elements that got no gradient become zero."""
+        gradient = self._books[chunk]
+        # In a later backward of the step, elements without a gradient keep the sum so far. Paddings have held zeros, of
+        # either sign, since the home was made.
+        if gradient.reduced_state is ReducedState.NONE:
+            gradient.become_reduced(ReducedState.IN_SHARD, backward)
+            self._zero_rest_of_home(chunk)
+        self.close(chunk)
+
+    # -- reduced gradients at rest
 
     def begin(self, chunk: int, backward: int, is_sum: bool = False) -> bool:
         """Make memory ready for what backward number `backward` reduces. True if it is the first of the step.
@@ -607,7 +167,7 @@ class HomeRules(ABC):
         is_sum: it is a sum of several backwards already, and rests in fp32 from the start.
         """
         gradient = self._books[chunk]
-        is_first = not gradient.is_reduced
+        is_first = gradient.reduced_state is ReducedState.NONE or gradient.reduced_state is ReducedState.USED
         # Pieces of one backward are added in the gradient's own dtype, as by autograd. Those of another backward are
         # added in fp32, if the chunk widens.
         if is_sum or not (is_first or gradient.first_backward == backward):
@@ -631,7 +191,7 @@ class HomeRules(ABC):
         if gradient.reduced_state is ReducedState.WIDE or not gradient.sums.widens:
             return
         if gradient.wide is None:
-            self._take_wide(chunk)
+            self._take_memory(chunk, wide=True)
         is_first = not gradient.is_reduced
         gradient.become_reduced(ReducedState.WIDE, backward)
         if not is_first:
@@ -644,19 +204,19 @@ class HomeRules(ABC):
             if self._lends_home(chunk) and self._can_lend_now(chunk):
                 self._lend(chunk)
             else:
-                self._take_home(chunk)
+                self._take_memory(chunk, wide=False)
         gradient.become_reduced(ReducedState.IN_SHARD, backward)
 
     def move_out(self, chunk: int) -> None:
         """The parameters are needed before the step: move the gradient out of their home and restore them there."""
         # The new home is taken first: without memory for it the home stays lent.
-        self._take_home(chunk)
+        self._take_memory(chunk, wide=False)
         self._copy_out(chunk)
         self.restore(chunk)
 
     def restore(self, chunk: int) -> None:
         """Make the parameters again from the master in a home that no longer holds the gradient."""
-        if self.is_lent(chunk):
+        if chunk in self.lendable and self.is_lent(chunk):
             self._remake(chunk)
             self.consumed(chunk)
 
@@ -664,36 +224,65 @@ class HomeRules(ABC):
         """Leave a kept slot that may be lent. See [Note: Lent payloads]. Every rank calls it at the same point."""
         if not self._lends_home(chunk):
             return
-        now = self.payload_of(chunk)
-        if not now.has_own_slot:
+        payloads = self.payloads
+        if not payloads.is_kept(chunk):
             return
-        is_in_use = now.is_pinned or now.is_coming
-        if self._lending.releases(chunk, now.num_gathers, is_in_use=is_in_use, is_gathered=now.is_gathered):
+        is_in_use, num_gathers = payloads.is_in_use(chunk), payloads.num_gathers[chunk]
+        is_gathered = payloads.is_there(chunk) and not self.is_lent(chunk)
+        if self._lending.releases(chunk, num_gathers, is_in_use=is_in_use, is_gathered=is_gathered):
             self._release_slot(chunk)
 
-    def end_step(self) -> None:
+    def note_step(self) -> None:
         """A step ends: what is reduced from now on belongs to the next one."""
-        for chunk in self._lendable:
-            self._lending.note(chunk, self.payload_of(chunk).num_gathers)
-        self._lending.end_step()
+        for chunk in self.lendable:
+            self._lending.note(chunk, self.payloads.num_gathers[chunk])
+        self._lending.forget_step()
 
-    def reset(self) -> None:
+    def reset_history(self) -> None:
         """Forget the history of lent slots after a failed step, of which ranks may have seen more or less."""
         # Ranks that failed at different points would release different kept slots, and gather other chunks from then
         # on.
         self._lending.reset_history()
 
     def _can_lend_now(self, chunk: int) -> bool:
-        now = self.payload_of(chunk)
+        payloads = self.payloads
         # A gather on its way sends this home to the other ranks.
-        if now.is_coming:
+        if payloads.is_coming(chunk):
             return False
-        if now.is_resident:
-            return not now.is_pinned and self._release_resident(chunk)
+        if payloads.at_home[chunk]:
+            return not payloads.pins[chunk] and self._release_resident(chunk)
         # A slot of the pool lies beside the home. A kept slot has the home inside.
-        return not (now.has_own_slot and now.is_gathered)
+        return not (payloads.is_kept(chunk) and payloads.is_there(chunk))
 
     # -- what a run does and a simulation counts
+
+    @abstractmethod
+    def close(self, chunk: int) -> None:
+        """Free the payload's slot, or its spilled memory: the content is not needed any more."""
+
+    @abstractmethod
+    def _zero_rest_of_home(self, chunk: int) -> None:
+        """Zero the elements of an open home to which no gradient was written."""
+
+    @abstractmethod
+    def _inside(self, oversize: bool) -> Iterable[int]:
+        """The chunks in slots of this size."""
+
+    @abstractmethod
+    def _spill(self, victim: int, wanted: int) -> SlotOfGradients:
+        """Move an open payload to the host, unreduced: `wanted` needs its slot, which is returned."""
+
+    @abstractmethod
+    def _unspill(self, chunk: int, slot: object) -> None:
+        """Bring a spilled payload back into a free slot."""
+
+    @abstractmethod
+    def _open_in_slot(self, chunk: int, slot: object, resumes: bool, zero: bool) -> None:
+        """Open a payload in a free slot. resumes: it begins as the reduced gradient."""
+
+    @abstractmethod
+    def _open_at_home(self, chunk: int, zero: bool) -> None:
+        """Open a payload in the gradient's home, which may be written to."""
 
     @abstractmethod
     def is_lent(self, chunk: int) -> bool:
@@ -708,10 +297,6 @@ class HomeRules(ABC):
         """Whether the plan has no memory for the gradient beside the parameters."""
 
     @abstractmethod
-    def payload_of(self, chunk: int) -> PayloadNow:
-        """Where the chunk's parameters are now."""
-
-    @abstractmethod
     def _release_slot(self, chunk: int) -> None:
         """Take the chunk out of its kept slot."""
 
@@ -724,12 +309,8 @@ class HomeRules(ABC):
         """The parameter home holds the gradient from now on."""
 
     @abstractmethod
-    def _take_home(self, chunk: int) -> None:
-        """Take a home for a gradient that has none, for good. Raises BudgetError."""
-
-    @abstractmethod
-    def _take_wide(self, chunk: int) -> None:
-        """Take fp32 memory beside the home, for good. Raises BudgetError."""
+    def _take_memory(self, chunk: int, *, wide: bool) -> None:
+        """Take a home for a gradient that has none, or fp32 memory beside it, for good. Raises BudgetError."""
 
     @abstractmethod
     def _move_to_wide(self, chunk: int) -> None:
@@ -742,6 +323,98 @@ class HomeRules(ABC):
     @abstractmethod
     def _remake(self, chunk: int) -> None:
         """Round the parameters from the master into the home that was lent."""
+
+
+# -- When each chunk's gradient is reduced, so that every rank does it at the same point of the backward.
+#
+# Which gradients a rank gets, and when, may depend on its data (an expert without a token). Collectives may not. So the
+# first backward of a kind is *recorded*: ranks agree step by step on the chunks that are complete. From then on all
+# ranks reduce a chunk at the point where the slowest rank had its last gradient. A rank without a gradient by then
+# contributes zeros, and a gradient that arrives later is reduced at the end of the backward.
+#
+# There are two kinds of points. If backward gathers parameters, points are touches: a chunk is reduced right before its
+# touch, or before the next later one in the trace that the pass has. A touch is named by its event, so
+# touches that a pass leaves out shift no point. If backward gathers nothing, only the order of the reductions matters:
+# `order` has the chunks that every rank completed, and in every backward all ranks reduce all of them in this order
+# before they agree on the remaining ones.
+
+
+class ReductionOrder:
+    """The points at which one model's trainable chunks are reduced, by chunk index."""
+
+    def __init__(self, chunks: Sequence[int]) -> None:
+        self.chunks = tuple(chunks)
+        self.order = tuple(reversed(self.chunks))  # a first guess: backward reaches the last operator first
+        self.points: dict[int, Touch] | None = None  # chunk -> touch before which it is reduced; None: not recorded yet
+        self.last_fire = dict.fromkeys(self.chunks, -1)  # this backward: touches before the chunk's last gradient
+        self._places: Mapping[Touch, int] = {}  # the trace that `_in_turn` was made from
+        self._in_turn: list[tuple[int, int]] = []  # (place of the point, -chunk), sorted
+        self._next = 0  # index in `_in_turn` of the first chunk that is not due yet
+        self.completed: list[int] = []  # this backward: chunks whose expected gradients have all come, in this order
+
+    def begin(self, places: Mapping[Touch, int] | None) -> None:
+        """Begin a backward. places: the place of each touch in the trace. None: this kind of backward has no points."""
+        # A trace that has changed is another object (`NextUse.places`): only then the points are looked up again.
+        if places is not None and places is not self._places:
+            self._place_points(places)
+        self._next = 0
+        self.last_fire = dict.fromkeys(self.chunks, -1)
+        self.completed = []
+
+    def note_unsynced(self, *, as_expected: bool) -> None:
+        """Follow a backward under no_sync(), which reduced nothing. The next one is expected to touch the same chunks.
+
+        If this one had unexpected touches, a chunk may get its last gradient after its point. That gradient would be
+        reduced apart from the sum that no_sync() left, with other bits than a sum that each rank makes before the
+        exchange. So the next backward is recorded.
+        """
+        if not as_expected:
+            self.points = None
+
+    def due(self, position: int) -> list[int]:
+        """The chunks whose points are before `position` in the trace and that were not due earlier."""
+        first = self._next
+        # Points are sorted, so each is passed once in a backward, however many touches ask.
+        while self._next < len(self._in_turn) and self._in_turn[self._next][0] < position:
+            self._next += 1
+        return [-chunk for _, chunk in self._in_turn[first : self._next]]
+
+    def adopt(self, points: Sequence[int], ranking: Sequence[int], touches: Collection[Touch]) -> None:
+        """Adopt the points and the order that the ranks agreed on.
+
+        points: for each chunk the number of touches before its last gradient on the slowest rank, -1 for none anywhere.
+        ranking: for each chunk its place in the order of completion on the slowest rank.
+        touches: the touches of the pass that ends, in order. A gradient that comes after all of them has no point.
+
+        A chunk without a gradient on any rank, such as an idle expert's, keeps its earlier point.
+        """
+        named = list(touches)
+        pairs = zip(self.chunks, points, strict=True)
+        points_by_chunk = dict(pairs)
+        kept = {chunk: touch for chunk, touch in (self.points or {}).items() if points_by_chunk[chunk] < 0}
+        found = {chunk: named[point] for chunk, point in points_by_chunk.items() if 0 <= point < len(named)}
+        self.points = kept | found
+        self._places = {}  # makes the next `begin` look up the new points
+        # Chunks that some rank did not complete are left out of the order: ranks agree on them at the end.
+        places = dict(zip(self.chunks, ranking, strict=True))
+        complete = [chunk for chunk in self.chunks if places[chunk] < len(self.chunks)]
+        # Of equal places the later chunk comes first: backward reaches it first.
+        self.order = tuple(sorted(complete, key=lambda chunk: (places[chunk], -chunk)))
+
+    def ranking(self) -> list[int]:
+        """This rank's contribution to the `ranking` of `adopt`. Chunks that did not complete come last."""
+        places = {chunk: place for place, chunk in enumerate(self.completed)}
+        # A place beyond all others survives the maximum over ranks, so one rank without the chunk keeps it out of the
+        # order.
+        return [places.get(chunk, len(self.chunks)) for chunk in self.chunks]
+
+    def _place_points(self, places: Mapping[Touch, int]) -> None:
+        """Look up the points in another trace. If it lacks one of them, the next backward records all points again."""
+        self._places, self._in_turn = places, []
+        if self.points is not None and all(touch in places for touch in self.points.values()):
+            self._in_turn = sorted((places[touch], -chunk) for chunk, touch in self.points.items())
+        else:
+            self.points = None
 
 
 # -- The gradients of a backward: when they are complete, when all ranks reduce them, and what becomes of the means.
@@ -795,16 +468,16 @@ class GradientBooks:
         if not self.is_alone:
             self.order.begin(places)
 
-    def end_step(self, *, has_zeros: bool) -> None:
+    def forget_step(self, *, has_zeros: bool) -> None:
         """Forget the step's gradients: they were used, discarded or zeroed, or their reduction has failed. Local.
 
         has_zeros: zeros are left, so ranks still agree on which parameters had a gradient.
         """
         # A reduction is in flight here only after a failure, or inside a backward.
         self.in_flight = None
-        if not self.is_alone:
-            is_behind = any(gradient.is_behind for gradient in self.of.values())
-            self.awaits_reduction = is_behind or (has_zeros and self.awaits_reduction)
+        if self.awaits_reduction and not has_zeros:
+            # Of parameters that another optimizer updates they stay.
+            self.awaits_reduction = any(gradient.is_behind for gradient in self.of.values())
 
     @property
     def knows_parts(self) -> bool:
@@ -816,16 +489,20 @@ class GradientRules(ABC):
     """The gradients of one model's trainable chunks, by chunk index, from their arrival until they rest."""
 
     def __init__(
-        self, books: GradientBooks, slots: SlotRules, homes: HomeRules, next_use: NextUse, *, gathers: bool
+        self,
+        books: GradientBooks,
+        places: PlaceRules,
+        waiting: Collection[int],
+        *,
+        gathers: bool,
     ) -> None:
-        """next_use: of the running pass; its touches are points that all ranks share.
-
+        """waiting: the chunks whose gradients wait for `collect`. The object has others in every backward.
         gathers: the backward gathers parameters, so that ranks share the points of its fetches.
         """
         self._books = books
-        self._slots = slots
-        self._homes = homes
-        self._next_use = next_use
+        self._places = places
+        self._waiting = waiting
+        self._next_use = places.payloads.next_use  # its touches are points that all ranks share
         self._gathers = gathers
         self._backward = 0  # number of the running backward within its step
         self._is_ending = False  # autograd is done with it
@@ -838,18 +515,20 @@ class GradientRules(ABC):
 
     # -- gradients that arrive
 
-    def make_way(self, chunk: int) -> None:
-        """Finish a reduction that is in the way of opening the gradient. Local.
+    def open(self, chunk: int, zero: bool = False) -> None:
+        """Open the gradient for what has come, once a reduction that is in the way is finished. Local.
 
         Without a free slot another gradient is spilled, and one that is being reduced cannot be. A piece may also come
         while its own chunk is reduced, as with reentrant checkpointing.
         """
-        if self._books.in_flight is None:
-            return
-        state = self._books.of[chunk].state
-        is_out = state is GradState.CLOSED or state is GradState.SPILLED
-        if state is GradState.REDUCING or (is_out and self._slots.lacks_slot(chunk)):
-            self.finish()
+        books, places = self._books, self._places
+        before = books.in_flight
+        if before is None:
+            places.open(chunk, self._backward, zero)
+        elif before == chunk or not places.open(chunk, self._backward, zero, may_spill=False):
+            books.in_flight = None
+            self._rest(before)
+            places.open(chunk, self._backward, zero)
 
     def arrived(self, chunk: int) -> None:
         """Some of the chunk's gradients have come. Collective if that makes chunks complete whose turn it is."""
@@ -866,7 +545,7 @@ class GradientRules(ABC):
                 self.reduce(chunk)
             return
         # The number of touches before this gradient: the chunk may be reduced from the next touch on.
-        books.order.last_fire[chunk] = len(self._next_use.passed)
+        books.order.last_fire[chunk] = self._next_use.num_passed
         # More than what is expected may come: in the step's first backward some of the parameters may have been idle.
         if gradient.num_fired >= gradient.expected:
             books.changed[chunk] = None
@@ -875,7 +554,7 @@ class GradientRules(ABC):
             # too early.
             books.is_off = gradient.in_pieces = True
         elif is_complete:
-            books.order.note_complete(chunk)
+            books.order.completed.append(chunk)
             if not self._gathers and books.synchronizes and books.knows_parts:
                 self._reduce_in_order()
 
@@ -893,32 +572,43 @@ class GradientRules(ABC):
         books = self._books
         if not (self._gathers and books.synchronizes):
             return
-        if books.order.points is not None and self._is_as_recorded():
-            due: Sequence[int] = [i for i in books.order.due(self._next_use.position) if i not in books.reduced]
+        at = self._next_use.recorded_position
+        if books.order.points is not None and at is not None:
+            due: Sequence[int] = [i for i in books.order.due(at) if i not in books.reduced]
         else:
             due = self._complete_on_all_ranks()
         for chunk in due:
             # Gradients that wait in `.grad` are a part of what is reduced.
-            self.collect(chunk)
+            if chunk in self._waiting:
+                self.collect(chunk)
             self.reduce(chunk)
 
     def _is_as_recorded(self) -> bool:
         """Whether this pass has had the recorded touches only, so that gradients come by their recorded points."""
-        return self._next_use.is_in_order and self._next_use.kind is PassKind.TRAINING
+        return self._next_use.recorded_position is not None
 
-    def _end(self) -> None:
-        """Reduce what is open on any rank, and agree on the points of the next backward. None waits. Collective."""
+    def end(self) -> None:
+        """The backward is over, and no gradient waits: reduce what is open on any rank, or leave it under no_sync().
+
+        Ranks agree on the points of the next backward. Collective, but for under no_sync(), which reduces nothing.
+        """
         self._is_ending = True
         books, order = self._books, self._books.order
         if books.is_alone:
             for chunk, gradient in books.of.items():
                 # Chunks without a gradient are left alone: on one rank nobody else needs zeros of them.
                 if gradient.state is GradState.AT_HOME:
-                    self._slots.rest_in_place(chunk, self._backward)
+                    self._places.rest_in_place(chunk, self._backward)
                 elif gradient.is_open:
                     self.reduce(chunk)
                 if books.synchronizes:
                     self._expect_what_came(gradient)
+            return
+        if not books.synchronizes:
+            self.finish()
+            self._keep_unsynced()
+            books.awaits_reduction = True
+            order.note_unsynced(as_expected=self._is_as_recorded() or not self._gathers)
             return
         # They are reduced with zeros where some gradients did not come.
         if not self._gathers and books.knows_parts:
@@ -929,7 +619,7 @@ class GradientRules(ABC):
             self.finish()
         # Where nothing is gathered, the order of reductions is all that ranks share. Another order on one rank makes
         # all ranks agree on an order again.
-        is_other = not self._is_as_recorded() if self._gathers else tuple(order.fired) != order.order
+        is_other = not self._is_as_recorded() if self._gathers else tuple(order.completed) != order.order
         # Before the first record no rank has points: then every backward counts as off its plan.
         is_off = books.is_off or is_other or order.points is None
         is_off = self._reduce_open("end of backward", self._backward, is_off)
@@ -972,15 +662,18 @@ class GradientRules(ABC):
 
         The reduction in flight is finished first: both use the same scratch.
         """
-        books = self._books
+        books, places = self._books, self._places
+        # What is exchanged in tiles, or was left by no_sync(), comes to rest at once.
+        if not books.is_alone and self._reduce_apart(chunk):
+            return
         before, books.in_flight = books.in_flight, None
         if before is not None:
             self._rest(before)
         books.reduced.add(chunk)
         # The gradient may have been spilled. A rank without one takes part all the same, with a payload of zeros.
-        self._slots.open(chunk, self._backward)
-        if not books.is_alone:
-            self._homes.before_reduction(chunk)
+        places.open(chunk, self._backward)
+        if chunk in places.lendable and not books.is_alone:
+            places.before_reduction(chunk)
         if self._start(chunk):
             books.in_flight = chunk
         else:
@@ -998,8 +691,8 @@ class GradientRules(ABC):
         if self._books.uses_up and self._may_use(chunk):
             self._use(chunk)
         else:
-            self._merge(chunk, self._homes.begin(chunk, self._backward))
-        self._slots.close(chunk)
+            self._merge(chunk, self._places.begin(chunk, self._backward))
+        self._places.close(chunk)
 
     def _may_use(self, chunk: int) -> bool:
         """Whether the backward may update the chunk now: its gradient is whole, and nothing needs the old weights.
@@ -1018,9 +711,8 @@ class GradientRules(ABC):
         self._leave_node()
         if not self._takes(chunk):
             return False
-        now = self._homes.payload_of(chunk)
         # Others are to be added to a gradient at rest. A chunk in use must keep its weights.
-        if gradient.is_reduced or gradient.is_behind or now.is_pinned or now.is_coming:
+        if gradient.is_reduced or gradient.is_behind or self._places.payloads.is_in_use(chunk):
             return False
         # Weights whose gradients have not come may still be needed. What gets no gradient may have a zero to move by.
         if gradient.is_alone:
@@ -1050,8 +742,16 @@ class GradientRules(ABC):
         """The chunks whose gradient is open on any rank, and whether some rank is off its plan. Collective."""
 
     @abstractmethod
+    def _keep_unsynced(self) -> None:
+        """Add what is open to the sums that no rank has reduced. Local."""
+
+    @abstractmethod
     def _latest(self, points: Sequence[int], ranking: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """The latest point, and rank, of each chunk over all ranks. Collective."""
+
+    @abstractmethod
+    def _reduce_apart(self, chunk: int) -> bool:
+        """Reduce to the end what cannot stay in flight. False if the chunk is reduced like others. Collective."""
 
     @abstractmethod
     def _start(self, chunk: int) -> bool:
@@ -1076,17 +776,3 @@ class GradientRules(ABC):
     @abstractmethod
     def _use(self, chunk: int) -> None:
         """Update the chunk with the mean, and call `Gradient.note_used` before."""
-
-
-# -- Chunks that stay. See [Note: Staying chunks] in runtime/params.py.
-
-
-def is_resident_for_good(*, is_payload_at_home: bool, may_lend_home: bool, is_trained: bool) -> bool:
-    """Whether the home is the payload and is never lent to a gradient."""
-    return is_payload_at_home and not (may_lend_home and is_trained)
-
-
-def may_stay(*, is_fine: bool, has_own_slot: bool, may_lend_home: bool) -> bool:
-    """Whether a chunk may stay gathered between two updates."""
-    # A home that may be lent leaves its slot at a reduction.
-    return is_fine and has_own_slot and not may_lend_home

@@ -12,7 +12,6 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from gemini.placement.demand import Demand, Kind, Placement, Tier
-from gemini.placement.gradient_rules import is_resident_for_good, may_stay
 from gemini.placement.next_use import TOUCHES_AHEAD, Events, NextUse
 from sharding import ShardLayout
 
@@ -154,9 +153,11 @@ class PayloadRules:
         self.at_home = [whole and tier is Tier.DEVICE for whole, tier in zip(self._is_whole, tiers, strict=True)]
         for_good, stay = set[int](), set[int]()
         for i, (at_home, may_lend, is_fine) in enumerate(zip(self.at_home, self._may_lend, self._is_fine, strict=True)):
-            if is_resident_for_good(is_payload_at_home=at_home, may_lend_home=may_lend, is_trained=i in trained):
+            # The home is the payload, and is never lent to a gradient.
+            if at_home and not (may_lend and i in trained):
                 for_good.add(i)
-            elif may_stay(is_fine=is_fine, has_own_slot=i in self._kept, may_lend_home=may_lend):
+            # See [Note: Staying chunks] in runtime/params.py. A home that may be lent leaves its slot at a reduction.
+            elif is_fine and i in self._kept and not may_lend:
                 stay.add(i)
         # All or nothing: if one chunk can leave, the operators' hooks are on for all, and chunks are gathered one by
         # one.

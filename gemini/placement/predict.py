@@ -48,7 +48,7 @@ class Simulation:
         self.payloads.follow(plan.placement, plan.demand)
         self._counted = PayloadTraffic(plan, self.traffic)
         self.gradients = Gradients(plan, self.payloads, self.traffic, self._use, self._leave_node)
-        self.homes = self.gradients.homes
+        self.places = self.gradients.places
         self._plan = plan
         self._schedule = schedule
         self._rank = rank
@@ -69,7 +69,7 @@ class Simulation:
         # because all follow one schedule.
         # Which slot a chunk is in does not matter: slots of one size are equal.
         there = frozenset(self.payloads.gathered), frozenset(self.payloads.nearby)
-        return self._num_updates > 0, *there, self.homes.state
+        return self._num_updates > 0, *there, self.places.state
 
     def micro_batch(self, backward: int) -> None:
         """Simulate a forward and its backward. backward: the number of that backward since the last step, from 1."""
@@ -118,15 +118,15 @@ class Simulation:
             # home.
             if self._num_updated(chunk, gradient.got):
                 # The update writes the new weights into their home, so nothing is left to restore there.
-                self._update(chunk, self.homes.tier_of(chunk), self.homes.num_bytes(chunk))
-                self.homes.consumed(chunk)
-            self.homes.restore(chunk)
+                self._update(chunk, self.places.tier_of(chunk), self.places.num_bytes(chunk))
+                self.places.consumed(chunk)
+            self.places.restore(chunk)
             # Each rank holds the weights whole and has updated only its part.
             if self._facts[chunk].home_layout.world_size < self._facts[chunk].optim_layout.world_size:
                 self._make_whole(chunk)
         # A chunk that was reduced without any gradient is not updated, but its home may be lent all the same.
         for chunk in self.gradients.of:
-            self.homes.restore(chunk)
+            self.places.restore(chunk)
         self.gradients.end_step()
 
     # -- moments
@@ -166,7 +166,7 @@ class Simulation:
         chunk, _ = self._place_of[moment.which]
         # A payload whose home is the device is there already, unless the home holds the chunk's gradient.
         # As in a run, where a handle names the operator in whose forward the weight was saved.
-        if self.payloads.at_home[chunk] and not self.homes.is_lent(chunk):
+        if self.payloads.at_home[chunk] and not self.places.is_lent(chunk):
             if self._plan.world_size == 1:
                 self.events.reach(moment.operator, Phase.BACKWARD)
                 self._note_use(chunk)
@@ -184,10 +184,10 @@ class Simulation:
             self.payloads.follow_node(moment.task, moment.node)
 
     def _fetch(self, chunk: int) -> None:
-        payloads, homes = self.payloads, self.homes
+        payloads, places = self.payloads, self.places
         # A payload in a slot can be read while its home is lent. Without one the gradient has to leave the home.
         if not payloads.is_there(chunk):
-            homes.reclaim(chunk)
+            places.reclaim(chunk)
         if payloads.at_home[chunk]:
             self._note_use(chunk)
             return
@@ -196,7 +196,7 @@ class Simulation:
         if self._in_backward:
             self.gradients.before_touch()
             if not payloads.is_there(chunk):
-                homes.reclaim(chunk)
+                places.reclaim(chunk)
         payloads.fetch(chunk, self._counted)
 
     def _note_use(self, chunk: int) -> None:
@@ -206,7 +206,7 @@ class Simulation:
 
     def _gather_ahead(self) -> None:
         for chunk in self.payloads.to_gather(self._counted):
-            self.homes.reclaim(chunk)
+            self.places.reclaim(chunk)
             self.payloads.gather_ahead(chunk, self._counted)
 
     # -- an update
@@ -389,7 +389,7 @@ def _forward(simulation: Simulation, plan: Decisions) -> Predicted:
 
 
 def _taken(simulation: Simulation, plan: Decisions) -> Predicted:
-    traffic, extra = simulation.traffic, simulation.homes.take_peaks()
+    traffic, extra = simulation.traffic, simulation.places.take_peaks()
     exchanged = {what: (count, traffic.exchanged[what]) for what, count in sorted(traffic.launches.items())}
     # All that the plan counts is held throughout, so a peak is that and the most of what comes beyond the plan.
     found = Predicted(

@@ -1,32 +1,45 @@
 """Gradients of a simulated run: open in slots, spilled, reduced, at rest. No tensor, no device, no other rank.
 
-They follow the books and the rules of `gradient_rules.py`, as a run does, for ranks that all get the same gradients in
-the same order; bytes that a run moves or takes are counted here.
+They follow the books of `gradient.py` and the rules of `gradient_rules.py`, as a run does, for ranks that all get the
+same gradients in the same order; bytes that a run moves or takes are counted here.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import islice
+from typing import ClassVar
 
 from gemini.placement.decisions import Decisions
 from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier, update_tier
-from gemini.placement.gradient_rules import (
-    MAX_WAITING,
-    Gradient,
-    GradientBooks,
-    GradientRules,
-    GradState,
-    HomeRules,
-    PayloadNow,
-    ReducedState,
-    SlotRules,
-    SumRule,
-)
+from gemini.placement.gradient import Gradient, GradState, ReducedState, SumRule
+from gemini.placement.gradient_rules import MAX_WAITING, GradientBooks, GradientRules, PlaceRules
 from gemini.placement.needs import num_tiles
 from gemini.placement.packing import ChunkFacts
 from gemini.placement.payload_rules import PayloadRules
 from gemini.placement.simulate import Exchange, MoveReason, Traffic
+
+
+class SimulatedSlot:
+    """Any of the gradient slots. It holds no bytes."""
+
+    views: ClassVar = defaultdict[int, tuple[None, tuple[()]]](lambda: (None, ()))
+
+
+_SLOT = SimulatedSlot()
+
+
+class SimulatedPool:
+    """The gradient slots of one size."""
+
+    def __init__(self, count: int) -> None:
+        self.inside: dict[int, None] = {}  # chunks
+        self._count = count
+
+    def first_free(self) -> SimulatedSlot | None:
+        """See `GradientPool`."""
+        return _SLOT if len(self.inside) < self._count else None
 
 
 class SimulatedGradient(Gradient):
@@ -40,17 +53,17 @@ class SimulatedGradient(Gradient):
         self.home, self.wide, self.has_whole = home, wide, has_whole
 
 
-class SimulatedHomes(HomeRules):
-    """The reduced gradients of all trainable chunks, by index, and the bytes that cross a link when they move."""
+class SimulatedPlaces(PlaceRules):
+    """The gradients of all trainable chunks, by index, and the bytes that cross a link when they move."""
 
     def __init__(
         self, plan: Decisions, gradients: Mapping[int, SimulatedGradient], payloads: PayloadRules, traffic: Traffic
     ) -> None:
-        super().__init__(gradients)
+        self._pools_by_size = [SimulatedPool(count) for count in plan.placement.num_gradient_slots]
+        super().__init__(gradients, self._pools_by_size, payloads)
         self._gradients = gradients
         self._facts = plan.packing.chunks
         self._tiers = plan.placement.homes
-        self._payloads = payloads
         self._traffic = traffic
         # Those whose plan has no memory for the gradient beside the parameters.
         self._lends = [
@@ -103,30 +116,18 @@ class SimulatedHomes(HomeRules):
     # -- what a run does
 
     def is_lent(self, chunk: int) -> bool:
-        """See `HomeRules`."""
+        """See `PlaceRules`."""
         return chunk in self._lent
 
     def consumed(self, chunk: int) -> None:
-        """See `HomeRules`."""
+        """See `PlaceRules`."""
         self._lent.discard(chunk)
 
     def _lends_home(self, chunk: int) -> bool:
         return self._lends[chunk]
 
-    def payload_of(self, chunk: int) -> PayloadNow:
-        """See `HomeRules`."""
-        payloads = self._payloads
-        return PayloadNow(
-            is_pinned=payloads.pins[chunk] > 0,
-            is_coming=payloads.is_coming(chunk),
-            is_gathered=payloads.is_there(chunk) and chunk not in self._lent,
-            is_resident=payloads.at_home[chunk],
-            has_own_slot=payloads.is_kept(chunk),
-            num_gathers=payloads.num_gathers[chunk],
-        )
-
     def _release_slot(self, chunk: int) -> None:
-        self._payloads.release(chunk)
+        self.payloads.release(chunk)
 
     def _release_resident(self, chunk: int) -> bool:
         return True  # a user's views are in no plan
@@ -134,12 +135,13 @@ class SimulatedHomes(HomeRules):
     def _lend(self, chunk: int) -> None:
         self._lent.add(chunk)
 
-    def _take_home(self, chunk: int) -> None:
-        dtype = self._facts[chunk].dtypes.rest
-        self._gradients[chunk].home = self._allocate(self._resting(chunk), self._bytes_in(chunk, dtype))
-
-    def _take_wide(self, chunk: int) -> None:
-        self._gradients[chunk].wide = self._allocate(self._resting(chunk), self._bytes_in(chunk, FLOAT32))
+    def _take_memory(self, chunk: int, *, wide: bool) -> None:
+        num_bytes = self._bytes_in(chunk, FLOAT32 if wide else self._facts[chunk].dtypes.rest)
+        tier = self._allocate(self._resting(chunk), num_bytes)
+        if wide:
+            self._gradients[chunk].wide = tier
+        else:
+            self._gradients[chunk].home = tier
 
     def _move_to_wide(self, chunk: int) -> None:
         num_bytes = self._bytes_in(chunk, self._facts[chunk].dtypes.rest)
@@ -180,54 +182,37 @@ class SimulatedHomes(HomeRules):
         self.hold(tier, num_bytes)
         return tier
 
-
-class SimulatedSlots(SlotRules):
-    """The open gradients, and the bytes that cross a link when they leave a slot and come back."""
-
-    def __init__(
-        self, plan: Decisions, gradients: Mapping[int, SimulatedGradient], homes: SimulatedHomes, traffic: Traffic
-    ) -> None:
-        super().__init__(gradients)
-        self._facts = plan.packing.chunks
-        self._num_slots = plan.placement.num_gradient_slots
-        self._chunks_in: tuple[dict[int, None], dict[int, None]] = {}, {}  # by size
-        self._homes = homes
-        self._traffic = traffic
+    # -- open gradients
 
     def close(self, chunk: int) -> None:
-        """See `SlotRules`."""
+        """See `PlaceRules`."""
         gradient = self._books[chunk]
-        self._chunks_in[gradient.oversize].pop(chunk, None)
+        self._pools_by_size[gradient.oversize].inside.pop(chunk, None)
         gradient.become(GradState.CLOSED)
 
     def _zero_rest_of_home(self, chunk: int) -> None:
         """No bytes move."""
 
     def _inside(self, oversize: bool) -> Iterable[int]:
-        return self._chunks_in[oversize]
+        return self._pools_by_size[oversize].inside
 
-    def _free_slot(self, oversize: bool) -> object | None:
-        inside = self._chunks_in[oversize]
-        return inside if len(inside) < self._num_slots[oversize] else None
-
-    def _spill(self, victim: int, wanted: int) -> object:
+    def _spill(self, victim: int, wanted: int) -> SimulatedSlot:
         gradient, num_bytes = self._books[victim], self._facts[victim].payload_bytes
         self._traffic.copy(Tier.DEVICE, Tier.HOST, num_bytes, MoveReason.SPILL)
-        self._homes.hold(Tier.HOST, num_bytes)
-        gradient.become(GradState.SPILLED)
-        inside = self._chunks_in[gradient.oversize]
-        del inside[victim]
-        return inside
+        self.hold(Tier.HOST, num_bytes)
+        gradient.become(GradState.SPILLED, spilled=Tier.HOST)
+        del self._pools_by_size[gradient.oversize].inside[victim]
+        return _SLOT
 
     def _unspill(self, chunk: int, slot: object) -> None:
         self._occupy(chunk)
         self._traffic.copy(Tier.HOST, Tier.DEVICE, self._facts[chunk].payload_bytes, MoveReason.SPILL)
-        self._homes.hold(Tier.HOST, -self._facts[chunk].payload_bytes)
+        self.hold(Tier.HOST, -self._facts[chunk].payload_bytes)
 
     def _open_in_slot(self, chunk: int, slot: object, resumes: bool, zero: bool) -> None:
         self._occupy(chunk)
         if resumes:
-            tier, num_bytes = self._homes.tier_of(chunk), self._homes.num_bytes(chunk)
+            tier, num_bytes = self.tier_of(chunk), self.num_bytes(chunk)
             self._traffic.copy(tier, Tier.DEVICE, num_bytes, MoveReason.GRADIENT)
 
     def _open_at_home(self, chunk: int, zero: bool) -> None:
@@ -235,8 +220,8 @@ class SimulatedSlots(SlotRules):
 
     def _occupy(self, chunk: int) -> None:
         gradient = self._books[chunk]
-        self._chunks_in[gradient.oversize][chunk] = None
-        gradient.become(GradState.IN_SLOT)
+        self._pools_by_size[gradient.oversize].inside[chunk] = None
+        gradient.become(GradState.IN_SLOT, slot=_SLOT)
 
 
 class Gradients(GradientRules):
@@ -255,14 +240,13 @@ class Gradients(GradientRules):
         leave_node: lifts the pins of the node that has made the gradient.
         """
         self.of = _books_of(plan)
-        self.homes = SimulatedHomes(plan, self.of, payloads, traffic)
-        slots, books = (
-            SimulatedSlots(plan, self.of, self.homes, traffic),
-            GradientBooks(self.of, is_alone=plan.world_size == 1),
-        )
+        self.places = SimulatedPlaces(plan, self.of, payloads, traffic)
+        books = GradientBooks(self.of, is_alone=plan.world_size == 1)
         # Fetches that are collectives give all ranks common points at which to reduce.
         gathers = plan.settings.stage == 3 and not books.is_alone and not payloads.is_resident
-        super().__init__(books, slots, self.homes, payloads.next_use, gathers=gathers)
+        # By chunk: positions of the weights whose gradients wait in `.grad`, the chunk that has waited longest first.
+        self._waits: dict[int, list[int]] = {}
+        super().__init__(books, self.places, self._waits, gathers=gathers)
         self._facts: Sequence[ChunkFacts] = plan.packing.chunks
         self._stage = plan.settings.stage
         self._scratch_bytes = plan.demand.scratch_bytes
@@ -270,8 +254,6 @@ class Gradients(GradientRules):
         self._traffic = traffic
         self._frees = [chunk.frees_gradient for chunk in plan.demand.chunks]
         self._update, self._lift_pins = use, leave_node
-        # By chunk: positions of the weights whose gradients wait in `.grad`, the chunk that has waited longest first.
-        self._waiting: dict[int, list[int]] = {}
 
     # -- a backward
 
@@ -281,7 +263,7 @@ class Gradients(GradientRules):
 
     def arrive(self, chunk: int, position: int) -> None:
         """Autograd has made the gradient of the weight at `position` of the chunk."""
-        gradient, waiting = self.of[chunk], self._waiting
+        gradient, waiting = self.of[chunk], self._waits
         # Gradients of a fine chunk wait until all of them can be copied by one call.
         if not self._facts[chunk].is_fine or (chunk not in waiting and not gradient.may_wait(self._backward)):
             self._accept(chunk, [position])
@@ -295,12 +277,10 @@ class Gradients(GradientRules):
 
     def collect(self, chunk: int) -> None:
         """See `GradientRules`."""
-        if chunk in self._waiting:
-            self._accept(chunk, self._waiting.pop(chunk))
+        self._accept(chunk, self._waits.pop(chunk))
 
     def _accept(self, chunk: int, positions: Sequence[int]) -> None:
-        self.make_way(chunk)
-        self._slots.open(chunk, self._backward)
+        self.open(chunk)
         for position in positions:
             self.of[chunk].note_fired(position)
         self.arrived(chunk)
@@ -308,9 +288,9 @@ class Gradients(GradientRules):
     def end_backward(self) -> None:
         """Reduce all open gradients."""
         # What still waits has to be in the payloads before these are reduced.
-        for chunk in list(self._waiting):
+        for chunk in list(self._waits):
             self.collect(chunk)
-        self._end()
+        self.end()
 
     def end_step(self) -> None:
         """Drop all gradients after a step used them."""
@@ -319,8 +299,8 @@ class Gradients(GradientRules):
                 gradient.become_reduced(ReducedState.NONE)
             none = bytes(len(gradient.got))
             gradient.note_leftovers(none, none, none)
-        self.homes.end_step()
-        self._books.end_step(has_zeros=False)
+        self.places.note_step()
+        self._books.forget_step(has_zeros=False)
 
     # -- what a run does: ranks get the same gradients in the same order
 
@@ -333,8 +313,14 @@ class Gradients(GradientRules):
         self._books.has_told_parts = True
         return [chunk for chunk, gradient in self.of.items() if gradient.is_open], is_off
 
+    def _keep_unsynced(self) -> None:
+        raise AssertionError("no prediction has backwards under no_sync()")
+
     def _latest(self, points: Sequence[int], ranking: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         return points, ranking
+
+    def _reduce_apart(self, chunk: int) -> bool:
+        return False  # `_start` counts tiles
 
     def _start(self, chunk: int) -> bool:
         if self._books.is_alone:
@@ -355,7 +341,7 @@ class Gradients(GradientRules):
 
     def _merge(self, chunk: int, is_first: bool) -> None:
         # A sum on the host is added there, so only the new gradient crosses the link.
-        self._traffic.copy(Tier.DEVICE, self.homes.tier_of(chunk), self._bytes_of_mean(chunk), MoveReason.GRADIENT)
+        self._traffic.copy(Tier.DEVICE, self.places.tier_of(chunk), self._bytes_of_mean(chunk), MoveReason.GRADIENT)
 
     def _leave_node(self) -> None:
         self._lift_pins()

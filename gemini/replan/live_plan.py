@@ -361,7 +361,7 @@ class Replanning:
         """A backward since the last step has reached trained parameters. Local."""
         # If nothing is trained, backwards only make gradients of inputs, and none of them waits.
         gradients = self._manager.step.grads
-        return bool(gradients.num_backwards and gradients.memory.gradients)
+        return bool(gradients.num_backwards and gradients.places.gradients)
 
     @property
     def is_possible(self) -> bool:

@@ -475,10 +475,6 @@ class Underway:
         if task != -1 and self._rules.nodes:
             self._rules.follow_node(task, _autograd_node())
 
-    def pin_for_node(self, chunk: Chunk) -> None:
-        """Pin the chunk for the running node. Call `follow_node` before."""
-        self._rules.pin_for_node(chunk.index, _graph_task_id(), _autograd_node())
-
     def pin_for_leaf(self, chunk: Chunk) -> None:
         """Pin a chunk of the leaf that backward is about to enter. Call `exit_leaf` before the first."""
         self._rules.pin(chunk.index)

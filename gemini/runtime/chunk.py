@@ -501,7 +501,7 @@ class Chunk(ChunkHomes, ChunkUse):
     has_copies: bool = False  # of some parameter another rank's copy counts, see `ManagedParameter.counts`
 
     state: ParamState = ParamState.RELEASED  # `become` alone writes `state` and the three below
-    holds_grad: bool = False  # the parameter home holds the reduced gradient now, see runtime/grad_homes.py
+    holds_grad: bool = False  # the parameter home holds the reduced gradient now, see runtime/grad_places.py
     slot: Slot | None = None
     payload: Tensor | None = None  # (layout.numel,) on the device; None if RELEASED or HOLDS_GRAD
     resident_views: tuple[Tensor, ...] = ()  # the parameters' views of the home while the chunk is RESIDENT

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gemini.memory.slot import Slot
 from gemini.memory.transfer import Region, ready
 from gemini.placement.demand import Kind, Tier
-from gemini.placement.gradient_rules import Content, Gradient, GradState, ReducedState, SumRule
+from gemini.placement.gradient import Gradient, ReducedState, SumRule
 from gemini.runtime.chunk import Chunk
 
 # -- torch's own `.grad`, where autograd accumulates, past the class of wrapped parameters, which shows another one.
@@ -119,6 +119,14 @@ def may_attach(chunk: Chunk, home: Region) -> bool:
 class ChunkGradient(Gradient):
     """One trainable chunk's gradient on this rank."""
 
+    # the memory of the local gradient: written by `become`
+    slot: Slot | None
+    payload: Region | None
+    views: tuple[Tensor, ...]
+    spilled: Region | None
+    whole: Region | None
+    whole_views: tuple[Tensor, ...]
+
     def __init__(self, chunk: Chunk, keeps_whole: bool) -> None:
         """keeps_whole: the chunk's GRAD home, if it gets one, has room for a whole payload."""
         world_size, rests_as_is = chunk.layout.world_size, chunk.gradient_dtype is chunk.dtype
@@ -138,12 +146,6 @@ class ChunkGradient(Gradient):
         self._attached: Attached | None = None
         self.adopt_home()
         self.unsynced: Region | None = None  # fp32 (fp64 for fp64), (numel,), on the host
-
-        # the memory of the local gradient: written by `become`
-        self.slot: Slot | None = None  # IN_SLOT, and REDUCING from there
-        self.payload: Region | None = None  # (numel,) in the parameter dtype, while it is on the device
-        self.views: tuple[Tensor, ...] = ()  # of the payload, by position
-        self.spilled: Region | None = None  # (numel,) the payload's content on the host, while SPILLED
 
         self.num_writes = 0  # writes of users to the reduced gradient so far
 
@@ -197,36 +199,6 @@ class ChunkGradient(Gradient):
             self._attached.detach_all()
             self._attached = None
 
-    # -- transitions
-
-    def become(self, state: GradState, content: Content | None = None, held: Slot | Region | None = None) -> None:
-        """Move the local gradient to `state`. Raises RuntimeError if the transition is not in `NEXT`.
-
-        content: what a newly opened payload holds; a payload that only moves keeps its content.
-        held: the slot of an IN_SLOT gradient, with the chunk's views; the host memory of a SPILLED one.
-        """
-        slot, spilled = (held, None) if isinstance(held, Slot) else (None, held)
-        # Only these two states are given their memory. The payload of the others is the home, or stays as it was.
-        if (slot is None, spilled is None) != (state is not GradState.IN_SLOT, state is not GradState.SPILLED):
-            raise RuntimeError(f"chunk {self.chunk.index}: a gradient that is {state.value} has other memory than that")
-        # CLOSED is written last: an interrupt in here leaves a gradient that is closed once more.
-        if state is GradState.CLOSED:
-            self.payload, self.views, self.slot, self.spilled = None, (), None, None
-            self._become(state, None, ())
-            return
-        # The payload stays where it is for the collective, but accepts no more gradients.
-        if state is GradState.REDUCING:
-            self._become(state, None, ())
-            return
-        payload: Region | None = None
-        views: tuple[Tensor, ...] = ()
-        if slot is not None:
-            payload, views = slot.views[self.chunk.index]
-        elif state is GradState.AT_HOME:
-            payload, views = self.whole, self.whole_views
-        self._become(state, content, views)  # first: after an interrupt below `discard` still closes it
-        self.payload, self.views, self.slot, self.spilled = payload, views, slot, spilled
-
     def count_write(self) -> None:
         """The reduced gradient was written to: whole copies that were gathered before are stale."""
         self.num_writes += 1
@@ -248,7 +220,7 @@ class ChunkGradient(Gradient):
         if self.reduced_state is ReducedState.WIDE:
             assert self.wide is not None
             return self.wide
-        return self.shard
+        return self.shard if self.own_shard is None else self.own_shard
 
     def expect_all(self) -> None:
         """Count the payload as complete once every parameter has a gradient. Call it again after flags changed."""

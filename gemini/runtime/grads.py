@@ -1,4 +1,4 @@
-"""The store of gradients: opens and closes them in a backward, and ends a step."""
+"""The store of gradients: what is known of them from backward to step, and what a step leaves of them."""
 
 from __future__ import annotations
 
@@ -9,137 +9,17 @@ from itertools import repeat
 
 import torch
 
-from gemini.errors import BudgetError, GeminiError, UpdatedInBackwardError, torn
-from gemini.memory.memory import RankMemory
+from gemini.errors import GeminiError, UpdatedInBackwardError, torn
 from gemini.memory.modes import A_HOOK, never_traced, unseen, untracked
-from gemini.memory.transfer import Region, Scratch, ready, wait_on_host
-from gemini.placement.demand import Demand, Kind, Placement, Tier
-from gemini.placement.gradient_rules import GradientBooks, UnsyncedState
+from gemini.memory.transfer import Region, Scratch, ready
+from gemini.placement.gradient import UnsyncedState
+from gemini.placement.gradient_rules import GradientBooks
 from gemini.runtime.arrivals import Arrivals
-from gemini.runtime.binding import master_from_weights
 from gemini.runtime.calls import backward_runs
 from gemini.runtime.chunk import Chunk, ManagedParameter
-from gemini.runtime.grad_homes import GradHomes, GradMemory
+from gemini.runtime.grad_places import GradPlaces
 from gemini.runtime.gradient import BLANK, ChunkGradient, set_grads
-from optim import HALF_DTYPES
-
-# -- The memory that only training needs beside the weights: homes of gradients, and masters that weights can make.
-#
-# A model that only infers has neither. They are taken together, when an optimizer comes or, without one, when the first
-# backward reaches the model. A master that holds more than the 16-bit weights, because these were given in another
-# dtype, cannot be made later: it is there from the start.
-
-
-_KINDS = (Kind.MASTER, Kind.GRAD)
-_UNPREPARED = (
-    "a backward of a model that has only inferred so far, through a graph that was built inside "
-    "GatheredParameters(...): make the optimizer before, or call the model once with gradients outside of it"
-)
-
-
-class TrainingState:
-    """The training memory of all chunks of one model. All of it is local; every rank does it at the same point."""
-
-    def __init__(self, chunks: Sequence[Chunk], memory: RankMemory, gradients: GradMemory) -> None:
-        self.is_there = False
-        self.refused: BudgetError | None = None  # why the plan for inference, which is in force, has to stay
-        self._infers = False
-        self._chunks = chunks
-        self._memory = memory
-        self._gradients = gradients
-        self._demand: Demand | None = None
-        self._placement: Placement | None = None
-        self._taken: list[tuple[Chunk, Kind]] = []  # by the last call of `_allocate`
-
-    def follow(self, demand: Demand, placement: Placement, infers: bool) -> None:
-        """Another plan is in force: memory that is still missing will be taken where it says.
-
-        infers: the plan is for inference, and has no place for gradients and new masters.
-        """
-        self._demand, self._placement = demand, placement
-        # A refusal was one of the plan before: this one may have room for training.
-        self._infers, self.refused = infers, None
-
-    def refuse(self, error: BudgetError) -> None:
-        """No plan for training fits, so the plan for inference stays. A backward raises `error`."""
-        self.refused = error
-
-    def allocate(self, beside: int = 0) -> None:
-        """Take all missing memory. Raises BudgetError, and holds nothing then.
-
-        beside: further bytes that are needed on the host, mapped in one piece with these.
-        """
-        if self._infers:
-            # This is another object each time: an error that is kept would keep its traceback.
-            raise GeminiError(_UNPREPARED) if self.refused is None else self.refused.reworded(str(self.refused))
-        if not self.is_there:
-            words = "gradients, masters and optimizer state" if beside else "gradients and masters"
-            self._allocate(self._missing(self._chunks, _KINDS), words, beside)
-            self.is_there = True
-
-    def give_back(self) -> None:
-        """Free what `allocate` has just allocated, before anything of it is used."""
-        self._free()
-        self.is_there = False
-
-    def take_masters(self, chunks: Iterable[Chunk]) -> None:
-        """Take the masters of chunks whose weights are about to be given more than 16 bits. Raises BudgetError.
-
-        A plan for inference has no place for new masters: they are on the host until the next plan.
-        """
-        self._allocate(self._missing(chunks, (Kind.MASTER,)), "masters")
-
-    def _missing(self, chunks: Iterable[Chunk], kinds: Sequence[Kind]) -> list[tuple[Chunk, Kind, Tier, int]]:
-        """(chunk, kind, tier, bytes): first all masters, then all gradients, in the order in which they are taken."""
-        assert self._demand is not None and self._placement is not None
-        found = []
-        for kind in kinds:
-            for chunk in chunks:
-                tier = self._placement.homes[chunk.index].get(kind)
-                num_bytes = self._demand.chunks[chunk.index].home_bytes.get(kind, 0)
-                if tier is None and self._infers and kind is Kind.MASTER and chunk.dtype in HALF_DTYPES:
-                    # Values of more than 16 bits that are loaded into a model which infers need a master. Its plan has
-                    # no tier for one.
-                    tier, num_bytes = Tier.HOST, chunk.master_dtype.itemsize * chunk.optim_numel
-                # A gradient without bytes rests in the parameter home, see grad_homes.py, unless its chunk is empty.
-                is_elsewhere = kind is Kind.GRAD and not num_bytes and (chunk.may_lend_home or chunk.numel > 0)
-                if tier is not None and kind not in chunk.homes and not is_elsewhere:
-                    found.append((chunk, kind, tier, num_bytes))
-        return found
-
-    def _allocate(self, missing: Sequence[tuple[Chunk, Kind, Tier, int]], words: str, beside: int = 0) -> None:
-        """Take the missing memory, all or none of it. words: what it is for, in errors."""
-        self._taken = []
-        if not missing:
-            return
-        with unseen(), untracked():
-            on_host = sum(num_bytes for _, _, tier, num_bytes in missing if tier is Tier.HOST)
-            # One mapping of exactly this size, registered once: see memory/arena.py.
-            self._memory.host.reserve(on_host + beside, words)
-            try:
-                for chunk, kind, tier, num_bytes in missing:
-                    # Noted first: an interrupt behind the allocation would leave a master of zeros, which nobody fills.
-                    self._taken.append((chunk, kind))
-                    chunk.allocate_home(kind, tier, self._memory, num_bytes)
-                    if kind is Kind.MASTER:
-                        master_from_weights(chunk)
-                    else:
-                        # The gradient was made when the chunk had no GRAD home.
-                        self._gradients.gradients[chunk.index].adopt_home()
-            except BaseException:
-                # What was taken is given back, so that another try, with a plan that wants less of the device, finds
-                # the room.
-                self._free()
-                raise
-
-    def _free(self) -> None:
-        """Free what the last `_allocate` has allocated."""
-        taken, self._taken = self._taken, []
-        for chunk, kind in taken:
-            chunk.free_home(kind, self._memory)
-            if kind is Kind.GRAD:
-                self._gradients.gradients[chunk.index].adopt_home()
-
+from gemini.runtime.training import TrainingState
 
 # -- What remains of gradients after a step or zero_grad(): None, zeros, or the gradients that stay.
 #
@@ -170,31 +50,33 @@ class Becomes(Enum):
 class Leftovers:
     """What remains of one model's gradients. All of it is local, and its decisions are equal on all ranks."""
 
-    def __init__(self, memory: GradMemory, homes: GradHomes) -> None:
-        self._memory = memory
-        self._homes = homes
+    def __init__(self, places: GradPlaces) -> None:
+        self._places = places
         self._searched: list[int] = []  # indices of the chunks that `are_any` searches
         self._place = 0  # where that search has come to
 
-    def end_step(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
-        """A step used the gradients, or they are discarded or set to zero.
+    def leave(self, becomes: Becomes, stay: Mapping[int, Sequence[bool]]) -> None:
+        """Leave what a step that used the gradients does, or one of `zero_grad()`.
 
         stay: which gradients stay, by chunk index, then by position.
         """
-        for gradient in self._memory.gradients.values():
-            stays = stay.get(gradient.chunk.index, ())
+        places = self._places
+        for index, gradient in places.gradients.items():
+            stays = stay.get(index, ())
             # This comes first: the flags that remain follow from those of the step, which are overwritten below.
             after = _flags_after(gradient, becomes)
             # Nothing of the chunk stays: its memory is free, and a lent home gets its parameters back.
-            if not keeps(gradient, stays):
-                self._memory.discard(gradient)
+            if not stays or not keeps(gradient, stays):
+                if gradient.holds_any:
+                    places.discard(gradient)
                 gradient.note_leftovers(*after)
-                self._homes.restore(gradient.index)
+                if index in places.lendable:
+                    places.restore(index)
                 continue
             pairs = zip(gradient.chunk.parameters, stays, strict=True)
             self.clear(gradient, [managed for managed, does in pairs if not does])
             if gradient.is_open:
-                self._memory.close(gradient.index)
+                self._places.close(gradient.index)
             gradient.outlive_step()
             gradient.note_leftovers(
                 *(
@@ -202,7 +84,7 @@ class Leftovers:
                     for flags, its_after in zip((gradient.had, gradient.got, gradient.agreed), after, strict=True)
                 )
             )
-        self._homes.end_step()
+        self._places.note_step()
 
     def are_any(self) -> bool:
         """Whether this rank has a gradient of some parameter.
@@ -213,11 +95,11 @@ class Leftovers:
         # First the rest of the last search, then all chunks once.
         for _ in range(2):
             while self._place < len(self._searched):
-                gradient = self._memory.gradients.get(self._searched[self._place])
+                gradient = self._places.gradients.get(self._searched[self._place])
                 if gradient is not None and any(gradient.got):
                     return True
                 self._place += 1
-            self._searched, self._place = list(self._memory.gradients), 0
+            self._searched, self._place = list(self._places.gradients), 0
         return False
 
     def clear(self, gradient: ChunkGradient, some: Sequence[ManagedParameter]) -> None:
@@ -239,31 +121,31 @@ class Leftovers:
 
     def write_zeros(self, backward: int) -> None:
         """Write the zeros that a step is about to read. See [Note: Zeros]. Every rank calls it at the same point."""
-        for gradient in self._memory.gradients.values():
+        for gradient in self._places.gradients.values():
             # Unlike `got`, `agreed` is equal on all ranks, so that they fill the same chunks.
             if any(gradient.agreed):
-                self._homes.fill(gradient, backward)
+                self._places.fill(gradient, backward)
 
-    def before_update(self, stay: Mapping[int, Sequence[bool]]) -> None:
+    def leave_homes(self, stay: Mapping[int, Sequence[bool]]) -> None:
         """Move gradients that stay out of parameter homes, which the step writes to. Raises BudgetError."""
         # The memory for it is taken before the update: a lack of it refuses the step while nothing has changed.
         for index, stays in stay.items():
-            gradient = self._memory.gradients.get(index)
+            gradient = self._places.gradients.get(index)
             if gradient is not None and gradient.chunk.holds_grad and keeps(gradient, stays):
-                self._homes.move_out(gradient.index)
+                self._places.move_out(gradient.index)
 
     def rescale(self, factor: float) -> None:
         """Adapt gradients that have stayed to a loss scale that is `factor` times as large now."""
-        for gradient in self._memory.gradients.values():
+        for gradient in self._places.gradients.values():
             if gradient.is_reduced:
                 # 16 bits may not hold the larger values.
-                self._homes.widen(gradient.index, gradient.first_backward)
+                self._places.widen(gradient.index, gradient.first_backward)
         self.multiply(factor, {})
 
     def multiply(self, factor: float, but: Mapping[int, Sequence[bool]]) -> None:
         """Multiply all reduced gradients by `factor`, except those in `but`, by chunk index, then by position."""
         with untracked():
-            for gradient in self._memory.gradients.values():
+            for gradient in self._places.gradients.values():
                 if not gradient.is_reduced:
                     continue
                 chunk, reduced = gradient.chunk, ready(gradient.reduced())
@@ -303,75 +185,11 @@ def _either(some: bytes | bytearray, others: bytes | bytearray) -> bytes:
     return (int.from_bytes(some, "little") | int.from_bytes(others, "little")).to_bytes(len(some), "little")
 
 
-# -- Gradients that outlive a change of plan: of parameters that another optimizer updates, in steps of its own.
-#
-# All memory of gradients is given back before states move, and taken again at the end. What earlier backwards have left
-# waits in host memory meanwhile. It is known until it is back in its chunk, also where a lack of memory ends the move
-# and all states move back.
-
-
-class LeftGradients:
-    """The gradients of one model that wait while states move. All of it is local, and the same on all ranks."""
-
-    def __init__(self, memory: GradMemory, homes: GradHomes) -> None:
-        self._memory = memory
-        self._homes = homes
-        self._reduced: dict[int, Region] = {}  # by chunk index, on the host
-        self._unsynced: dict[int, Region | None] = {}  # of chunks that are behind; None: held by other ranks only
-
-    @property
-    def are_any(self) -> bool:
-        """Some gradient was set aside, and not brought back."""
-        return bool(self._reduced or self._unsynced)
-
-    def set_aside(self) -> None:
-        """Copy all gradients to the host, before their memory is given back."""
-        for index, gradient in self._memory.gradients.items():
-            if gradient.is_reduced:
-                # The copy comes first: `restore` writes the parameters over a gradient that lies in their home.
-                self._reduced[index] = _copy(gradient.reduced())
-                self._homes.restore(gradient.index)  # it may lie in a parameter home, which is about to move
-            if gradient.is_behind:
-                held = gradient.unsynced if gradient.unsynced_state is UnsyncedState.HELD else None
-                self._unsynced[index] = None if held is None else _copy(held)
-
-    def bring_back(self) -> None:
-        """Put the gradients of chunks that are still trained into their new memory. Raises BudgetError."""
-        gradients = self._memory.gradients
-        # Gradients are deleted one by one. Those that are left when memory runs out are brought back after the states
-        # have moved back.
-        for index, content in list(self._reduced.items()):
-            # A chunk that is frozen by now has no place for a gradient.
-            if index in gradients:
-                self._homes.bring_back(gradients[index], content)
-            del self._reduced[index]
-        for index, held in list(self._unsynced.items()):
-            if index in gradients:
-                self._bring_back_unsynced(gradients[index], held)
-            del self._unsynced[index]
-
-    def _bring_back_unsynced(self, gradient: ChunkGradient, held: Region | None) -> None:
-        if held is None:
-            gradient.become_unsynced(UnsyncedState.ELSEWHERE)
-            return
-        memory = self._memory.memory
-        unsynced = memory.allocate(Tier.HOST, held.numel, held.dtype, "unsynced gradients")
-        gradient.unsynced = unsynced
-        memory.transfer.copy(unsynced, held)
-        wait_on_host(held, unsynced)
-        gradient.become_unsynced(UnsyncedState.HELD)
-
-
-def _copy(content: Region) -> Region:
-    # The copy blocks, so the source may be given back at once, and the region has no tickets.
-    return Region(Tier.HOST, ready(content).to("cpu", copy=True))
-
-
-# -- The gradients of one model: from autograd into payloads, reduced over the ranks, at rest until a step uses them.
+# -- The gradients of one model between autograd, which makes them, and a step, which uses them.
 #
 # The store knows which backward of which step runs. Its parts do the rest, and each is given what it needs when it is
-# made: `Arrivals` takes over what autograd made, `GradMemory` and `GradHomes` have the memory of all of it, and
-# `Leftovers` decides what remains after a step. `Reductions` makes one reduced gradient a step of it.
+# made: `GradPlaces` has the memory of all of it, `Arrivals` what waits in `.grad`, and `Leftovers` decides what remains
+# after a step. `Reductions` takes what autograd makes and makes one reduced gradient a step of it.
 
 
 NOT_ENDED = "a backward that updates weights, as update_in_backward=True says, did not end"
@@ -382,21 +200,19 @@ class GradStore:
 
     def __init__(
         self,
-        memory: GradMemory,
-        homes: GradHomes,
+        places: GradPlaces,
         scratch: Scratch,
         training: TrainingState,
         *,
         is_alone: bool,
     ) -> None:
         """is_alone: one rank, whose gradients are all there are."""
-        self.memory = memory
+        self.places = places
         self.training = training
-        self.homes = homes
         self.scratch = scratch
-        self.books = GradientBooks(memory.gradients, is_alone=is_alone)
-        self.arrivals = Arrivals(memory)
-        self.leftovers = Leftovers(memory, homes)
+        self.books = GradientBooks(places.gradients, is_alone=is_alone)
+        self.arrivals = Arrivals(places)
+        self.leftovers = Leftovers(places)
         self.num_backwards = 0  # since the last step
         self.has_zeros = False  # zero_grad(set_to_none=False) left zeros that no step has used
         self.num_forgotten = 0  # how often `num_backwards` became 0: a `.grad` from before is stale
@@ -409,11 +225,11 @@ class GradStore:
 
     def of(self, chunk: Chunk) -> ChunkGradient:
         """The gradient of a trainable chunk. Raises KeyError for a frozen one."""
-        return self.memory.gradients[chunk.index]
+        return self.places.gradients[chunk.index]
 
     def find(self, chunk: Chunk) -> ChunkGradient | None:
         """The gradient of a chunk, or None if it is frozen."""
-        return self.memory.gradients.get(chunk.index)
+        return self.places.gradients.get(chunk.index)
 
     def is_behind(self, chunk: Chunk) -> bool:
         """Whether backwards under no_sync() have left gradients of the chunk that are not reduced."""
@@ -421,7 +237,7 @@ class GradStore:
         return gradient is not None and gradient.is_behind
 
     def _has_fp16(self) -> bool:
-        return any(gradient.chunk.dtype is torch.float16 for gradient in self.memory.gradients.values())
+        return any(gradient.chunk.dtype is torch.float16 for gradient in self.places.gradients.values())
 
     # -- in a backward
 
@@ -466,12 +282,12 @@ class GradStore:
     @property
     def are_used(self) -> bool:
         """The backward has updated weights, and no step has followed yet."""
-        return self.books.uses_up and any(gradient.is_used for gradient in self.memory.gradients.values())
+        return self.books.uses_up and any(gradient.is_used for gradient in self.places.gradients.values())
 
     @property
     def are_any_left(self) -> bool:
         """Some gradient is open, at rest or unreduced."""
-        return any(each.is_open or each.is_reduced or each.is_behind for each in self.memory.gradients.values())
+        return any(each.is_open or each.is_reduced or each.is_behind for each in self.places.gradients.values())
 
     def refuse_updated(self, what: str, chunk: Chunk | None = None) -> None:
         """Raises UpdatedInBackwardError where the backward has updated weights and no step has followed.
@@ -481,7 +297,7 @@ class GradStore:
         # Without the setting this is asked at every fetch.
         if not self.books.uses_up:
             return
-        gradients = self.memory.gradients.values() if chunk is None else (self.find(chunk),)
+        gradients = self.places.gradients.values() if chunk is None else (self.find(chunk),)
         used = next((gradient for gradient in gradients if gradient is not None and gradient.is_used), None)
         if used is not None:
             raise UpdatedInBackwardError(
@@ -501,7 +317,7 @@ class GradStore:
 
     def is_used(self, chunk: Chunk) -> bool:
         """The backward has updated weights of the chunk, and no step has followed yet."""
-        gradient = self.memory.gradients.get(chunk.index)
+        gradient = self.places.gradients.get(chunk.index)
         return gradient is not None and gradient.is_used
 
     def refuse_reuse(self, chunk: Chunk) -> None:
@@ -537,7 +353,7 @@ class GradStore:
         self.begin_training()
         # This counts like a backward: memory must not move while the gradient waits for a step.
         self.num_backwards = max(self.num_backwards, 1)
-        self.homes.fill(gradient, self.num_backwards)
+        self.places.fill(gradient, self.num_backwards)
         gradient.note_given(managed.position)
 
     def resume(self, num_backwards: int, left: Iterable[tuple[Chunk, Region, Sequence[int]]]) -> None:
@@ -552,7 +368,7 @@ class GradStore:
                 gradient = self.of(chunk)
                 # To these gradients the next ones are added, and not to blank memory.
                 gradient.detach_home()
-                self.homes.bring_back(gradient, content)
+                self.places.bring_back(gradient, content)
                 for position in positions:
                     gradient.note_given(position)
         self.num_backwards = num_backwards
@@ -586,10 +402,10 @@ class GradStore:
         self.num_backwards = 0
         # The order matters: `leftovers` decides which chunks still have unreduced sums, and `books` look at
         # these.
-        self.leftovers.end_step(becomes, stay or {})
+        self.leftovers.leave(becomes, stay or {})
         self.has_zeros = becomes is Becomes.ZERO
-        self.books.end_step(has_zeros=self.has_zeros)
-        self.memory.flight = None
+        self.books.forget_step(has_zeros=self.has_zeros)
+        self.places.flight = None
         # Attached homes become blank: autograd would add the next step's gradients to those that were just used.
         with untracked():
             self.arrivals.attach_homes()
@@ -599,13 +415,13 @@ class GradStore:
 
     def detach_homes(self) -> None:
         """No `.grad` refers to memory of ours any more. Local."""
-        for gradient in self.memory.gradients.values():
+        for gradient in self.places.gradients.values():
             gradient.detach_home()
 
     def take_memory(self) -> None:
         """Take all slots and scratch, at the first use; none while the model only infers. Raises BudgetError."""
         if self.training.is_there:
-            self.memory.pools.fill()
+            self.places.pools.fill()
             self.scratch.fill()
 
     def begin_training(self) -> None:
@@ -617,7 +433,8 @@ class GradStore:
 
     def rest(self) -> None:
         """Free slots and scratch between steps. They take their memory again at the next use. Local."""
-        self.memory.pools.rest()
+        self.places.pools.rest()
+        self.places.drop_spares()
         # A resize to the same size gives the memory back, too.
         self.scratch.resize(self.scratch.num_bytes)
 
@@ -626,12 +443,12 @@ class GradStore:
 
         scratch_bytes: the scratch that collectives will need from now on.
         """
-        self.memory.give_back()
+        self.places.give_back()
         self.scratch.resize(scratch_bytes)
 
     def reset_order(self) -> None:
         """Forget which gradients to expect, and when."""
-        for gradient in self.memory.gradients.values():
+        for gradient in self.places.gradients.values():
             gradient.expect_all()
         self._trains_fp16 = self._has_fp16()
         self.books.reset_order()
@@ -643,11 +460,11 @@ class GradStore:
         # on its views being there.
         self.discard_all()
         self.detach_homes()
-        for gradient in self.memory.gradients.values():
+        for gradient in self.places.gradients.values():
             # An interrupted backward may have left gradients in `.grad`: autograd would add the next ones to them.
             set_grads(gradient.chunk.raw, repeat(None))
-        self.memory.pools.empty()
+        self.places.pools.empty()
         # Other memory: a collective that failed may still write to the old one.
         self.scratch.resize(self.scratch.num_bytes)
-        self.homes.reset()
+        self.places.reset_history()
         self.reset_order()

@@ -27,12 +27,13 @@ from gemini.placement.policy import placement_in_words
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.binding import Binding
 from gemini.runtime.chunk import Chunk, ManagedParameter
-from gemini.runtime.grad_homes import GradHomes, GradMemory, MicroBatches
-from gemini.runtime.grads import GradStore, LeftGradients, TrainingState
+from gemini.runtime.grad_places import GradPlaces
+from gemini.runtime.grads import GradStore
 from gemini.runtime.migrate import Migration, StateStore
 from gemini.runtime.params import ParamStore
 from gemini.runtime.recorder import Recorder
 from gemini.runtime.step import Step
+from gemini.runtime.training import LeftGradients, MicroBatches, TrainingState
 
 
 class OptimizerPart(Protocol):
@@ -115,20 +116,16 @@ class ChunkManager:
         self.params = ParamStore(self.chunks, memory, communicator, binding, self.observer, rules)
         # The numbers of slots are set here. Their memory is taken at the first use, see `Payloads.take_room`.
         memory.slots.open(demand.slot_bytes, placement.num_slots)
-        # ZeRO divides gradients over ranks from stage 2 on.
-        grad_memory = GradMemory(memory, self.observer, stage <= 1 or communicator.world_size == 1)
         memory.gradient_slots.open(demand.gradient_slot_bytes, placement.num_gradient_slots)
-        for chunk in self.chunks:
-            if chunk.trainable:
-                grad_memory.add(chunk)
-        # The store for homes shares the dict of gradients, which changes when other chunks are trained.
+        is_alone = communicator.world_size == 1
         # Pinning waits for the device, which on several ranks may wait for a collective that waits for this rank.
-        pins = communicator.world_size == 1 and memory.device.device.type != "cpu"
-        homes = GradHomes(grad_memory.gradients, self.params, pins)
+        pins = is_alone and memory.device.device.type != "cpu"
+        # ZeRO divides gradients over ranks from stage 2 on.
+        places = GradPlaces(self.params, keeps_whole=stage <= 1 or is_alone, pins=pins)
         scratch = Scratch(memory.device, demand.scratch_bytes)
-        self.training = TrainingState(self.chunks, memory, grad_memory)
+        self.training = TrainingState(self.chunks, memory, places)
         self.training.follow(demand, placement, plan.infers)
-        self.grads = GradStore(grad_memory, homes, scratch, self.training, is_alone=communicator.world_size == 1)
+        self.grads = GradStore(places, scratch, self.training, is_alone=is_alone)
         self.recorder = Recorder(device, memory.device.ledger, communicator.position)
         self.step = Step(self.chunks, self.params, self.grads, communicator, self.recorder, stage)
 
@@ -157,7 +154,7 @@ class ChunkManager:
         `is_shortage` is equal on all of them. Raises DivergenceError if ranks differ; nothing has changed then.
         """
         # The way back gets the same object: a move that ends half way has not brought back all that it set aside.
-        left = LeftGradients(self.grads.memory, self.grads.homes)
+        left = LeftGradients(self.grads.places)
         before, migrate = self.plan, self._migration(plan, self.plan, left)
         # A state that moves is on both tiers for a moment.
         self.memory.allow(before.budget.wider(plan.budget))
@@ -170,7 +167,7 @@ class ChunkManager:
             # or all moved where another plan than theirs is in force.
             # `moving` keeps temporaries of the move out of the measured peak of activations.
             with self.step.failures.tearing(), self.live.moving():
-                known = dict(self.grads.memory.gradients)
+                known = dict(self.grads.places.gradients)
                 error = self.agree_on_room(_refusal_of(lambda: self._carry_out(plan, migrate)))
                 if error is not None:
                     self._carry_out(before, self._migration(before, plan, left), is_way_back=True)

@@ -23,8 +23,8 @@ from gemini.placement.demand import Demand, Kind, Placement, StateHome, Tier
 from gemini.runtime.binding import master_from_weights
 from gemini.runtime.chunk import Chunk, ManagedParameter, ParamState
 from gemini.runtime.gradient import ChunkGradient
-from gemini.runtime.grads import LeftGradients
 from gemini.runtime.step import Step
+from gemini.runtime.training import LeftGradients
 from optim import StateLayout
 
 
@@ -107,7 +107,7 @@ class Migration:
     ) -> None:
         """left: keeps gradients while states move, also from a move that found no memory to the one back.
 
-        trains: gradients and masters have their memory. Otherwise they take it later, see grads.py.
+        trains: gradients and masters have their memory. Otherwise they take it later, see training.py.
         """
         self._step = step
         self._left = left
@@ -127,6 +127,7 @@ class Migration:
         device, host = self._memory.tiers
         # After this, slots that foreign views hold are known, and counted below.
         self._params.release_all()
+        self._grads.places.drop_spares()
         on_device = self._placement.device_bytes(self._demand) + self._params.slots.held_bytes()
         growth, moves_in = self._host_growth(states)
         # The device is compared with the whole placement, because what is there beside it is given back in the move.
@@ -150,7 +151,7 @@ class Migration:
                 growth += states.host_bytes(chunk, self._optim_home(chunk))
         old_demand, old_placement = self._before
         if self._trains:
-            gradients = self._grads.memory.gradients
+            gradients = self._grads.places.gradients
             growth -= sum(map(self._beside_plan, gradients.values()))
         pairs = zip(old_demand.chunks, old_placement.homes, self._demand.chunks, self._placement.homes, strict=True)
         for chunk, (before, old_homes, after, homes) in zip(self._step.chunks, pairs, strict=True):
@@ -190,7 +191,7 @@ class Migration:
         step, memory = self._step, self._memory
         # Edits go home first: payloads are about to be dropped.
         step.binding.write_back_all()
-        before = dict(self._grads.memory.gradients)
+        before = dict(self._grads.places.gradients)
         self._left.set_aside()
         self._grads.give_back(self._demand.scratch_bytes)
         for index in before:
@@ -220,7 +221,7 @@ class Migration:
         # Extents of host memory that no state uses any more go back to the system.
         memory.host.trim()
         # What was derived from the old homes is derived from the new ones.
-        self._grads.homes.reset_lending()
+        self._grads.places.reset_lending()
         self._grads.reset_order()
         self._params.rules.follow(self._placement, self._demand)
         step.payloads.note_placement()
@@ -341,11 +342,11 @@ class Migration:
         """Take memory for the chunk's planned states that it does not have yet."""
         if chunk.trainable:
             home_bytes = self._demand.chunks[chunk.index].home_bytes.get(Kind.GRAD, 0)
-            # A gradient without home bytes rests in the parameter home, see grad_homes.py.
+            # A gradient without home bytes rests in the parameter home, see grad_places.py.
             if self._trains and home_bytes:
                 self._allocate(chunk, Kind.GRAD, homes[Kind.GRAD])
             # A new `ChunkGradient` adopts the home when it is made, so the home is there before it.
-            self._grads.memory.add(chunk)
+            self._grads.places.add(chunk)
         if self._trains and Kind.MASTER in homes and Kind.MASTER not in chunk.homes:
             self._allocate(chunk, Kind.MASTER, homes[Kind.MASTER])
             master_from_weights(chunk)

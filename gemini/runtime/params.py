@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -117,38 +118,32 @@ class PayloadSlots:
         what = "release" if successor is None else "evict"
         reason = self._position.here if successor is None else f"room for chunk {successor.index}"
         home = chunk.homes[Kind.PARAM].tier
-        moving = self._observer.moving(what, chunk.index, "slot", home, chunk.payload_bytes, reason)
-        with moving:
-            is_free = self._leave(chunk, slot)
-            if is_free and successor is None:
+        with self._observer.moving(what, chunk.index, "slot", home, chunk.payload_bytes, reason):
+            self._binding.write_back(chunk)
+            self._binding.unbind(chunk)
+            # [Note: Version bump] autograd saves a leaf (x @ w, w.norm()) without holding its storage. With a higher
+            # version, a save that bypassed our hooks becomes autograd's own error instead of a wrong gradient.
+            chunk.bump_versions()
+            chunk.become(ParamState.HOLDS_GRAD if chunk.holds_grad else ParamState.RELEASED)
+            if slot is chunk.own_slot:
+                slot.vacate()
+            else:
+                self.pools[chunk.oversize].vacate(slot)
+            if chunk.secondary_layout is not None and slot.region is not None:
+                wait_on_stream(slot.region)  # the copy to the second copy in the node may still read it
+            is_free = wait_until_free(slot, self._wait_s)
+            if not is_free and slot is chunk.own_slot:
+                # An update would write to the home in this slot, which the view shows.
+                self._keep_another(chunk)
+            elif not is_free:
+                self.pools[chunk.oversize].set_aside(slot)
+            elif successor is None:
                 slot.wipe()
         return is_free
 
-    def _leave(self, chunk: Chunk, slot: Slot) -> bool:
-        self._binding.write_back(chunk)
-        self._binding.unbind(chunk)
-        # [Note: Version bump] autograd saves a leaf (x @ w, w.norm()) without holding its storage. With a higher
-        # version, a save that bypassed our hooks becomes autograd's own error instead of a wrong gradient.
-        chunk.bump_versions()
-        chunk.become(ParamState.HOLDS_GRAD if chunk.holds_grad else ParamState.RELEASED)
-        if slot is chunk.own_slot:
-            slot.vacate()
-        else:
-            self.pools[chunk.oversize].vacate(slot)
-        if chunk.secondary_layout is not None and slot.region is not None:
-            wait_on_stream(slot.region)  # the copy to the second copy in the node may still read it
-        if self.nobody_holds(slot):
-            return True
-        if slot is chunk.own_slot:
-            # An update would write to the home in this slot, which the view shows.
-            self._keep_another(chunk)
-        else:
-            self.pools[chunk.oversize].set_aside(slot)
-        return False
-
     def nobody_holds(self, memory: SharedStorage) -> bool:
         """Whether no view holds the memory. A finished collective may hold it for a moment longer: wait for that."""
-        return memory.num_holders() <= 0 or wait_until_free(memory, self._wait_s)
+        return wait_until_free(memory, self._wait_s)
 
     def _keep_another(self, chunk: Chunk) -> None:
         """Give the chunk another slot and home, which no view shows. The old slot is given back when its views die."""
@@ -279,17 +274,34 @@ class ParamStore:
             self.slots.close_left()
         # A spare slot may have joined the pool since the last fetch.
         self.slot_by_storage[slot.storage] = slot
-        payload = its.payload_in(slot)
+        payload = slot.views[chunk][0] if chunk in slot.views else its.payload_in(slot)
         slot.occupy(chunk)
-        what, home = "prefetch" if ahead else "fetch", its.homes[Kind.PARAM].tier
+        what, tier = "prefetch" if ahead else "fetch", its.homes[Kind.PARAM].tier
         here = self.communicator.position.here
-        moving = self.observer.moving(what, chunk, home, "slot", its.payload_bytes, here, blocks=2)
+        moving = self.observer.moving(what, chunk, tier, "slot", its.payload_bytes, here, blocks=2)
         with moving:
+            home = its.homes[Kind.PARAM]
+            finish: Callable[[], None] = partial(wait_on_stream, payload)
             if its.secondary_layout is not None:
-                start = self._start_nearby if nearby else self._start_and_keep
+                finish = (self._start_nearby if nearby else self._start_and_keep)(its, payload, lane)
+            elif only_own:
+                # What this rank updates of a whole home.
+                for piece in its.layout.slices(its.rank):
+                    self.memory.transfer.copy(payload[piece.in_payload], home[piece.in_payload])
+            elif its.home_layout.world_size == 1:
+                self.memory.transfer.copy(payload, home)
             else:
-                start = self._start_own_part if only_own else self._start_gather
-            self._arrivals[chunk] = Arrival(slot, moving, start(its, payload, lane))
+                shard = home.flat if home.tier is Tier.DEVICE else None
+                if shard is None:
+                    # The shard goes to its place in the payload, so the all-gather runs in place.
+                    own = home.parts or home.cut(piece.in_shard for piece in its.layout.slices(its.rank))
+                    for target, part in zip(payload.parts, own, strict=True):
+                        self.memory.transfer.copy(target, part)
+                    wait_on_stream(payload)
+                elif home.tickets.pending or payload.tickets.pending:
+                    wait_on_stream(home, payload)
+                finish = self.communicator.start_all_gather(payload.flat, shard, its.fetch_layout, chunk, lane)
+            self._arrivals[chunk] = Arrival(slot, moving, finish)
 
     def arrive(self, chunk: int) -> None:
         """Finish what `depart` started. Local: launches nothing."""
@@ -307,30 +319,6 @@ class ParamStore:
         victim, other = self.chunks[chunk], self.chunks[successor]
         if not self.slots.vacate(victim, other):
             self.slots.free(other, victim)  # takes the spare
-
-    def _start_own_part(self, chunk: Chunk, payload: Region, lane: int) -> Callable[[], None]:
-        """Copy what this rank updates from a whole home to the payload."""
-        home = chunk.homes[Kind.PARAM]
-        for piece in chunk.layout.slices(chunk.rank):
-            self.memory.transfer.copy(payload[piece.in_payload], home[piece.in_payload])
-        return lambda: wait_on_stream(payload)
-
-    def _start_gather(self, chunk: Chunk, payload: Region, lane: int) -> Callable[[], None]:
-        """Fill the payload from this rank's home and, if sharded, the other ranks'. Collective then."""
-        home = chunk.homes[Kind.PARAM]
-        if chunk.home_layout.world_size == 1:
-            self.memory.transfer.copy(payload, home)
-            return lambda: wait_on_stream(payload)
-        shard = home.flat if home.tier is Tier.DEVICE else None
-        if shard is None:
-            # The shard goes to its place in the payload, so the all-gather runs in place.
-            own = home.parts or home.cut(piece.in_shard for piece in chunk.layout.slices(chunk.rank))
-            for target, part in zip(payload.parts, own, strict=True):
-                self.memory.transfer.copy(target, part)
-            wait_on_stream(payload)
-        else:
-            wait_on_stream(home, payload)
-        return self.communicator.start_all_gather(payload.flat, shard, chunk.fetch_layout, chunk.index, lane)
 
     # The second copy in a node lies behind the parameter home, which is a shard then. What arrives from all ranks fills
     # it, until the next update.
@@ -397,17 +385,19 @@ class ParamStore:
 
     # -- around an update
 
-    def before_update(self, chunk: Chunk) -> None:
+    def make_stale(self, chunk: Chunk) -> None:
         """The home will get new values: drop a payload in a slot. Called before, since both may be one memory."""
         if chunk.secondary_layout is not None:
             self.rules.outdate(chunk.index)
-        if chunk.may_leave:
-            self.release(chunk)
+        if chunk.slot is None:
+            return
         # A chunk that stays has its home inside its slot, in which parameters keep their views: it is only marked as
         # stale.
-        elif chunk.slot is not None:
+        if chunk.stays:
             self.rules.release(chunk.index)
             self.binding.outdate(chunk)
+        else:
+            self.release(chunk)
 
     def after_update(self, chunk: Chunk) -> None:
         """The chunk's home has new values: a payload at home gets a new version."""

@@ -73,7 +73,7 @@ class Recorder:
         """The model is called with tensors of `num_bytes` in total. Local."""
         self._batch_bytes = num_bytes
 
-    def begin_pass(self) -> None:
+    def begin_events(self) -> None:
         """A training pass begins. Local."""
         # The last recorded pass had no backward: a script that never calls one must not be recorded at each forward.
         if self._running is not None:
@@ -89,7 +89,7 @@ class Recorder:
                 self._running = PositionPeaks(meter).__enter__()
                 self._position.begin_recording(EventPeaks(self._running, self._ledger))
 
-    def end_pass(self) -> None:
+    def end_events(self) -> None:
         """The pass's backward is over. Local."""
         peaks, self._running = self._running, None
         if peaks is not None:

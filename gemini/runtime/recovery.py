@@ -67,15 +67,22 @@ class Failures:
         try:
             yield
         except BaseException as error:
-            # Noted first: a second interrupt may come in here. A refusal of ours comes before anything has changed.
-            is_refusal = isinstance(error, GeminiError) and not isinstance(error, DiskFailure)
-            self._is_disturbed |= self._communicator.watch is None and not is_refusal
-            self._communicator.publish(error)
-            self._has_failed |= self._communicator.watch is None and not isinstance(error, UpdatedInBackwardError)
-            self._find_loss()
-            # The exit of a torch.no_grad() may have been interrupted.
-            torch.set_grad_enabled(builds_graph)
+            self.publish(error, builds_graph)
             raise
+
+    def publish(self, error: BaseException, builds_graph: bool) -> None:
+        """Do what `publishing` does with an exception, for hooks that run too often for a context of their own.
+
+        builds_graph: whether autograd recorded before.
+        """
+        # Noted first: a second interrupt may come in here. A refusal of ours comes before anything has changed.
+        is_refusal = isinstance(error, GeminiError) and not isinstance(error, DiskFailure)
+        self._is_disturbed |= self._communicator.watch is None and not is_refusal
+        self._communicator.publish(error)
+        self._has_failed |= self._communicator.watch is None and not isinstance(error, UpdatedInBackwardError)
+        self._find_loss()
+        # The exit of a torch.no_grad() may have been interrupted.
+        torch.set_grad_enabled(builds_graph)
 
     def forward_failed(self, error: BaseException) -> None:
         """A forward ended with an exception, and its hooks have ended its calls. Local.

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
 from hashlib import blake2b
-from typing import Protocol
+from itertools import repeat
+from types import NoneType
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, UnsupportedError
 from gemini.memory.modes import untracked
 from gemini.memory.transfer import Region
 from gemini.placement.demand import Tier
-from gemini.placement.gradient_rules import Content, GradientBooks, GradientRules, GradState, UnsyncedState
+from gemini.placement.gradient import Content, GradState, UnsyncedState
+from gemini.placement.gradient_rules import GradientBooks, GradientRules
 from gemini.placement.next_use import Phase
 from gemini.ranks.communicator import Communicator
+from gemini.runtime.arrivals import graph_refused
 from gemini.runtime.calls import Underway
 from gemini.runtime.chunk import Chunk
-from gemini.runtime.gradient import ChunkGradient
+from gemini.runtime.grad_places import GradPlaces
+from gemini.runtime.gradient import ChunkGradient, grad_of, set_grads
 from gemini.runtime.grads import GradStore
 from gemini.runtime.params import ParamStore
 from gemini.runtime.recovery import Failures
@@ -45,11 +50,11 @@ class Completion:
         self._communicator = communicator
         self._told: dict[int, None] = {}  # chunks that this rank last reported as complete
         self._num_ranks: dict[int, int] = {}  # by chunk: ranks that last reported it complete; equal on all ranks
-        self._asked = False
+        self.has_asked = False
 
     def begin(self) -> None:
         """A backward starts."""
-        self._asked = False
+        self.has_asked = False
         self._told.clear()
         self._num_ranks.clear()
 
@@ -86,13 +91,13 @@ class Completion:
         """Words of each chunk that became complete or incomplete: two times its index, plus 1 if it is complete."""
         gradients, changed = self._books.of, self._books.changed
         # What was told may have been discarded since.
-        if self._asked:
+        if self.has_asked:
             suspects = sorted({*changed, *self._told})
         # First question of this backward: earlier touches may have followed the schedule without asking, and an
         # interrupted backward may have left gradients.
         else:
             suspects = sorted(gradients)
-        self._asked = True
+        self.has_asked = True
         changed.clear()
         news = array("q")
         for index in suspects:
@@ -137,22 +142,28 @@ class SumsInBackward(Protocol):
 USES_UP = "and update_in_backward=True uses them up at once: wrap the model without it"
 
 
-class Reductions(GradientRules):
-    """The reductions of one model's gradients, and what becomes of the means.
+# Getters as functions: `map` then reads the attribute of many gradients in C.
+_has_graph: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
+_layout_of: Callable[[Tensor], torch.layout] = cast(Any, Tensor).layout.__get__
+_STRIDED = {torch.strided}
 
-    `reduce`, `finish`, `_rest` and `_reduce_in_order` wrap those of `GradientRules`: read these first.
+
+class Reductions(GradientRules):
+    """The gradients of one model that autograd makes, their reductions, and what becomes of the means.
+
+    Whoever calls it in a backward does so inside of `untracked`.
     """
 
     def __init__(
         self, params: ParamStore, grads: GradStore, underway: Underway, failures: Failures, stage: int
     ) -> None:
-        super().__init__(grads.books, grads.memory, grads.homes, params.next_use, gathers=False)
+        super().__init__(grads.books, grads.places, grads.arrivals.begun, gathers=False)
         self.updates: UpdatesInBackward | None = None  # None: all gradients rest until a step
         self._sums: SumsInBackward | None = None
         self._params = params
         self._grads = grads
-        self._gradients = grads.memory.gradients
-        self._memory = grads.memory
+        self._places: GradPlaces = grads.places
+        self._gradients = grads.places.gradients
         self._scratch = grads.scratch
         self._arrivals = grads.arrivals
         self._communicator = params.communicator
@@ -160,7 +171,6 @@ class Reductions(GradientRules):
         self._underway = underway
         self._failures = failures
         self._stage = stage
-        self._reduced: Region | None = None  # the mean, while it comes to rest
         self._missing: dict[int, bytes] = {}  # by chunk that was reduced in this backward: see `Gradient.missing`
 
     def serve(self, updates: UpdatesInBackward | None, sums: SumsInBackward | None) -> None:
@@ -184,24 +194,116 @@ class Reductions(GradientRules):
 
     # -- gradients that arrive
 
-    def finish(self) -> None:
-        """See `GradientRules`."""
-        if self._books.in_flight is not None:
-            with untracked():
-                super().finish()
+    def take_gradient(self, index: int, position: int, grad: Tensor, *, are_more: bool = False) -> None:
+        """Take the dense gradient of the parameter at `position` of chunk `index`. are_more: others follow at once.
+
+        Raises UnsupportedError for a parameter that was unfrozen after its forward began.
+        """
+        gradient = self._gradients.get(index)
+        view = None if gradient is None else gradient.expects[position]
+        if gradient is not None and view is not None:  # the common way: a copy and some flags
+            view.copy_(grad)
+        # It opens its chunk, comes in pieces, or is added to a sum.
+        else:
+            if gradient is None or not gradient.all_trained:
+                self._check_trained(index, position)
+            assert gradient is not None, "a chunk of which nothing is trained was refused"
+            self.open(index)
+            view = gradient.views[position]
+            if gradient.fired[position] or (gradient.content is Content.SUM and gradient.got[position]):
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+        gradient.note_fired(position)
+        if not are_more:
+            self.arrived(index)
 
     def collect(self, chunk: int, are_all: bool = True) -> None:
-        """Take over the chunk's gradients that wait in `.grad`. are_all: no others will wait for now."""
-        if chunk in self._arrivals.begun:
-            self.make_way(chunk)
-            if self._arrivals.collect(self._gradients[chunk], self._grads.num_backwards, are_all):
-                self.arrived(chunk)
+        """Copy the chunk's waiting gradients, of which there are some, to its payload.
+
+        are_all: no others of the chunk will wait for now. Raises UnsupportedError for a gradient that has a graph.
+        """
+        arrivals, gradient = self._arrivals, self._gradients[chunk]
+        waiting = arrivals.waiting_of(gradient.chunk)
+        arrived, positions, has_pieces = waiting.take_arrived()
+        # Autograd has added the gradients of a parameter that came twice.
+        if has_pieces:
+            gradient.in_pieces = True
+        num_missing = gradient.expected - gradient.num_fired - len(positions)
+        # The chunk goes on waiting only while more of its gradients are to come and no other chunk needs its slot.
+        if are_all or num_missing <= 0 or not self._places.is_in_nobodys_way(gradient):
+            arrivals.begun.remove(chunk)
+            waiting.end()
+        else:
+            arrivals.expect(gradient, num_missing)
+            # Autograd itself adds to what is attached.
+            if gradient.attached is None:
+                waiting.note_copied(arrived)
+        if gradient.attached is not None:
+            self._note_added(gradient, positions)
+        elif not self._copy_waiting(gradient, positions):
+            return
+        self.arrived(chunk)
+
+    def _note_added(self, gradient: ChunkGradient, positions: Sequence[int]) -> None:
+        """Note gradients that autograd has added to the home."""
+        if not gradient.all_trained:
+            for position in positions:
+                self._check_trained(gradient.index, position)
+        self.open(gradient.index)
+        if gradient.num_fired:  # they were read inside of this backward
+            positions = [each for each in positions if not gradient.fired[each]]
+        gradient.note_all_fired(positions)
+
+    def _copy_waiting(self, gradient: ChunkGradient, positions: Sequence[int]) -> bool:
+        """Copy gradients from `.grad` to the payload. False if hooks of the user's have left none."""
+        chunk = gradient.chunk
+        # A range stands for all parameters, which needs no list of them.
+        if len(positions) == len(chunk.raw):
+            positions = range(len(chunk.raw))
+        parameters = _at(positions, chunk.raw)
+        with torch._C.DisableTorchFunctionSubclass():
+            # The loops over parameters run in C. `.grad` is cleared first: autograd would add the next gradient to it.
+            grads = list(map(grad_of, parameters))
+            set_grads(parameters, repeat(None))
+            # A post-accumulate hook of the user's has set `.grad` to None.
+            if NoneType in map(type, grads):
+                positions = [position for position, grad in zip(positions, grads, strict=True) if grad is not None]
+                grads = [grad for grad in grads if grad is not None]
+            if not grads:
+                return False
+            if any(map(_has_graph, grads)):
+                raise graph_refused(chunk.parameters[positions[list(map(_has_graph, grads)).index(True)]].name)
+            if not _STRIDED.issuperset(map(_layout_of, grads)):
+                # Added to a blank home, a sparse gradient would leave negative zeros in the rows that it does not have.
+                self._arrivals.waiting_of(chunk).may_attach = False
+                grads = [grad.to_dense() if grad.layout is not torch.strided else grad for grad in grads]
+            fired = gradient.fired
+            # Gradients that must be added, or refused, are taken one by one.
+            if not gradient.all_trained or (gradient.num_fired and any(map(fired.__getitem__, positions))):
+                for position, grad in zip(positions, grads, strict=True):
+                    self.take_gradient(chunk.index, position, grad, are_more=True)
+                return True
+            # Zero the whole payload: this chunk has too many paddings to zero them one by one.
+            self.open(chunk.index, zero=True)
+            torch._foreach_copy_(_at(positions, gradient.views), grads)
+        gradient.note_all_fired(positions)
+        return True
+
+    def _check_trained(self, index: int, position: int) -> None:
+        managed = self._params.chunks[index].parameters[position]
+        if not managed.requires_grad:
+            raise UnsupportedError(
+                f"{managed.name!r} was unfrozen while a forward ran, or after it: do it before the forward"
+            )
 
     def collect_all(self) -> None:
         """Take over all waiting gradients: they are about to be read, reduced or discarded."""
-        # The loop has a copy, because `collect` removes chunks from the list.
-        for chunk in list(self._arrivals.begun):
-            self.collect(chunk)
+        if self._arrivals.begun:
+            with untracked():
+                # The loop has a copy, because `collect` removes chunks from the list.
+                for chunk in list(self._arrivals.begun):
+                    self.collect(chunk)
 
     def refuse_gift(self, name: str) -> None:
         """Raises GeminiError for a gradient that a user sets, of the parameter of this name, where none would wait."""
@@ -218,28 +320,13 @@ class Reductions(GradientRules):
         super()._reduce_in_order()
         position.return_to(before)
 
-    def end_backward(self) -> None:
-        """Reduce what is open on any rank, and agree on the points of the next backward. Collective."""
-        # Ranks are about to tell each other which gradients they have. Gradients that wait in `.grad` have set no flags
-        # so far.
-        self.collect_all()
-        with self._grads.ending_backward(), untracked():
-            if self._books.synchronizes or self._books.is_alone:
-                self._end()
-            else:
-                self.finish()
-                self._keep_unsynced()
-
     def _keep_unsynced(self) -> None:
-        """The end of a backward under no_sync(), which reduces nothing. Local."""
         for gradient in self._gradients.values():
             if gradient.is_open:
-                keep_unsynced(gradient, self._backward, self._memory, self._grads.homes.sums)
+                keep_unsynced(gradient, self._backward, self._places)
             # Other ranks may have left something: this rank takes part in its reduction later, with zeros.
             elif not gradient.is_behind:
                 gradient.become_unsynced(UnsyncedState.ELSEWHERE)
-        self._books.awaits_reduction = True
-        self._books.order.note_unsynced(as_expected=self._is_as_recorded() or not self._gathers)
 
     def catch_up(self) -> None:
         """Do what was put off, before gradients are read or used. Collective if backwards ran under no_sync()."""
@@ -326,33 +413,28 @@ class Reductions(GradientRules):
 
     # -- reductions
 
-    def reduce(self, chunk: int) -> None:
-        """See `GradientRules`. What is exchanged in tiles, or was left by no_sync(), comes to rest at once."""
-        gradient = self._gradients[chunk]
-        with untracked():
-            if not self._books.is_alone:
-                if self._books.uses_up:
-                    self._note_missing(gradient)
-                self._completion.note_reduced(chunk)
-                is_behind = gradient.unsynced_state is not UnsyncedState.NONE
-                if is_behind or gradient.chunk.exchange_bytes > self._scratch.num_bytes:
-                    self.finish()
-                    self._books.reduced.add(chunk)
-                    self._reduce_apart(gradient)
-                    return
-            super().reduce(chunk)
-
-    def _reduce_apart(self, gradient: ChunkGradient) -> None:
-        backward, homes, communicator = self._backward, self._grads.homes, self._communicator
-        if gradient.is_behind:
+    def _reduce_apart(self, chunk: int) -> bool:
+        """Reduce to the end what is exchanged in tiles, or was left by no_sync(). False if the chunk is neither."""
+        gradient, places, communicator = self._gradients[chunk], self._places, self._communicator
+        if self._books.uses_up:
+            self._note_missing(gradient)
+        if self._completion.has_asked:
+            self._completion.note_reduced(chunk)
+        is_behind = gradient.unsynced_state is not UnsyncedState.NONE
+        if not is_behind and gradient.chunk.exchange_bytes <= self._scratch.num_bytes:
+            return False
+        self.finish()
+        self._books.reduced.add(chunk)
+        if is_behind:
             # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as one.
             if gradient.is_open:
-                keep_unsynced(gradient, backward, self._memory, homes.sums)
-            reduce_unsynced(gradient, backward, homes, self._scratch, communicator)
-            return
-        self._memory.open(gradient.index, backward)
-        self._memory.complete(gradient)
-        self._reduce_in_tiles(gradient, backward)
+                keep_unsynced(gradient, self._backward, places)
+            reduce_unsynced(gradient, self._backward, places, self._scratch, communicator)
+        else:
+            places.open(gradient.index, self._backward)
+            places.complete(gradient)
+            self._reduce_in_tiles(gradient, self._backward)
+        return True
 
     def _reduce_in_tiles(self, gradient: ChunkGradient, backward: int) -> None:
         """Reduce the open payload to the end. Collective.
@@ -361,11 +443,11 @@ class Reductions(GradientRules):
         """
         chunk, whole = gradient.chunk, gradient.payload
         assert whole is not None
-        with self._memory.moving(gradient, self._communicator.position.here, blocks=1):
-            self._grads.homes.before_reduction(chunk.index)
-            self._memory.begin_reduction(gradient)
+        with self._places.moving(gradient, self._communicator.position.here, blocks=1):
+            self._places.before_reduction(chunk.index)
+            self._places.begin_reduction(gradient)
             # Where gradients are written to the home, the mean of a tile replaces elements that were sent before.
-            is_first = self._grads.homes.begin(gradient.index, backward)
+            is_first = self._places.begin(gradient.index, backward)
             reduce_in_tiles(
                 chunk,
                 gradient.reduced(),
@@ -373,24 +455,24 @@ class Reductions(GradientRules):
                 travel=chunk.travel_dtype,
                 rest=chunk.gradient_dtype,
                 replaces=is_first,
-                homes=self._grads.homes,
+                places=self._places,
                 scratch=self._scratch,
                 communicator=self._communicator,
             )
-            self._memory.close(gradient.index)
+            self._places.close(gradient.index)
 
     def _start(self, chunk: int) -> bool:
-        gradient, is_alone = self._gradients[chunk], self._books.is_alone
-        self._memory.complete(gradient)
+        gradient, places, scratch = self._gradients[chunk], self._places, self._scratch
+        places.complete(gradient)
         # This orders what is written next behind the copies of the last merge out of this memory.
-        self._scratch.reset()
-        moving = self._memory.moving(gradient, self._communicator.position.here, blocks=1 if is_alone else 2)
+        scratch.reset()
+        is_alone = self._books.is_alone
+        moving = places.moving(gradient, self._communicator.position.here, blocks=1 if is_alone else 2)
         if is_alone:
-            self._memory.note_flight(partial(self._narrowed, gradient), moving)
+            places.flight = None, self._narrowed(gradient), moving
             return False
         with moving:
-            mean = self._launch(gradient)
-        self._memory.note_flight(mean, moving)
+            places.flight = *self._launch(gradient), moving
         # At stage 0 finishing is a collective (an all-gather): it must not wait for a point that is this rank's alone.
         return self._stage > 0
 
@@ -404,8 +486,8 @@ class Reductions(GradientRules):
         rounded.flat.copy_(payload.flat)
         return rounded
 
-    def _launch(self, gradient: ChunkGradient) -> Callable[[], Region]:
-        """Start the exchange; the returned function waits for the mean. Collective."""
+    def _launch(self, gradient: ChunkGradient) -> tuple[Callable[[], None], Region]:
+        """Start the exchange. Returns what waits for the mean, and the region that it comes to. Collective."""
         chunk, whole, scratch = gradient.chunk, gradient.payload, self._scratch
         assert whole is not None
         payload = whole.flat
@@ -426,45 +508,44 @@ class Reductions(GradientRules):
             payload = scratch.allocate(chunk.numel, chunk.travel_dtype).copy_(payload)
         layout = chunk.grad_layout
         finish = self._communicator.start_reduce_scatter(payload, layout, out.flat, chunk.index, scratch.allocate)
-        self._memory.begin_reduction(gradient)
+        self._places.begin_reduction(gradient)
+        if self._stage > 0:
+            return finish, out
 
-        def mean() -> Region:
+        def finish_and_gather() -> None:
             finish()
-            if self._stage > 0:
-                return out
             self._communicator.all_gather(whole.flat, out.flat, layout, chunk.index)
-            return whole
 
-        return mean
+        return finish_and_gather, whole
 
     # -- what becomes of a mean
 
-    def _rest(self, chunk: int) -> None:
-        assert self._memory.flight is not None
-        mean, moving = self._memory.flight
-        with moving:
-            self._reduced = mean()
-            super()._rest(chunk)
-        self._reduced = None
-
     def _merge(self, chunk: int, is_first: bool) -> None:
-        gradient, reduced = self._gradients[chunk], self._reduced
-        assert reduced is not None
-        # Added, if the step has a gradient that the payload did not start with.
-        target, replaces = gradient.reduced(), is_first or gradient.content is Content.SUM
-        self._grads.homes.put(target, reduced, replaces)
-        if self._sums is not None and replaces and target.tier is Tier.HOST:
-            self._sums.begin(gradient, self._backward)
+        assert self._places.flight is not None
+        finish, reduced, moving = self._places.flight
+        with moving:
+            if finish is not None:
+                finish()
+            gradient = self._gradients[chunk]
+            # Added, if the step has a gradient that the payload did not start with.
+            target, replaces = gradient.reduced(), is_first or gradient.content is Content.SUM
+            self._places.put(target, reduced, replaces)
+            if self._sums is not None and replaces and target.tier is Tier.HOST:
+                self._sums.begin(gradient, self._backward)
 
     def _use(self, chunk: int) -> None:
-        gradient, binding = self._gradients[chunk], self._params.binding
-        assert self.updates is not None and self._reduced is not None
-        with self._failures.tearing(), torch.no_grad():
-            binding.write_back(gradient.chunk)
-            binding.snapshots.drop(gradient.chunk)
-            self._params.before_update(gradient.chunk)
-            gradient.note_used()
-            self.updates.use(gradient, self._reduced)
+        assert self._places.flight is not None and self.updates is not None
+        finish, reduced, moving = self._places.flight
+        with moving:
+            if finish is not None:
+                finish()
+            gradient, binding = self._gradients[chunk], self._params.binding
+            with self._failures.tearing():
+                binding.write_back(gradient.chunk)
+                binding.snapshots.drop(gradient.chunk)
+                self._params.make_stale(gradient.chunk)
+                gradient.note_used()
+                self.updates.use(gradient, reduced)
 
     def _leave_node(self) -> None:
         self._underway.follow_node()
@@ -473,4 +554,9 @@ class Reductions(GradientRules):
         return self.updates is not None and self.updates.takes(self._gradients[chunk].chunk)
 
     def _leave_slot(self, chunk: int) -> None:
-        self._params.before_update(self._gradients[chunk].chunk)
+        self._params.make_stale(self._gradients[chunk].chunk)
+
+
+def _at(positions: Sequence[int], items: Sequence[Tensor]) -> list[Tensor]:
+    """The items at `positions`; a range stands for all of them."""
+    return list(items) if isinstance(positions, range) else [items[position] for position in positions]

@@ -55,7 +55,7 @@ class Payloads:
         # reductions.
         self._reductions.note_placement(self.is_resident)
 
-    def begin_pass(self) -> None:
+    def prepare(self) -> None:
         """Take the room that a pass needs, and decide whether its operators find all payloads in place."""
         self.take_room()
         # While a thread still updates weights at home, operators fetch: each waits for its own. On several ranks where
@@ -88,7 +88,7 @@ class Payloads:
         self.grads.rest()
 
     def fetch(self, chunk: Chunk) -> Tensor:
-        """The chunk's payload, (numel,) on the device. Collective where parameters are sharded."""
+        """The chunk's payload, (numel,) on the device. Inside of `untracked`. Collective if parameters are sharded."""
         # The home holds the gradient, which a fetch would show, or send to other ranks, as weights.
         if chunk.state is ParamState.HOLDS_GRAD:
             self.restore_parameters(chunk)
@@ -110,8 +110,7 @@ class Payloads:
         if not self.has_room:
             self.take_room()
         if chunk.payload is None:
-            with untracked():
-                self._rules.fetch(chunk.index, self.params)
+            self._rules.fetch(chunk.index, self.params)
         assert chunk.payload is not None
         return chunk.payload
 
@@ -133,32 +132,29 @@ class Payloads:
     def fetch_ahead(self) -> None:
         """Start to fetch what will be used next, as far as slots are free before it is used.
 
-        Collective where parameters are sharded.
+        Inside of `untracked`. Collective where parameters are sharded.
         """
         if not self._rules.max_prefetch:
             return
-        coming = self._rules.to_gather(self.params)
-        with untracked():
-            index = next(coming, None)
-        while index is not None:
+        for index in self._rules.to_gather(self.params):
             # As in `fetch`: the other ranks would gather the gradient in place of the weights.
             if self.chunks[index].state is ParamState.HOLDS_GRAD:
                 self.restore_parameters(self.chunks[index])
-            with untracked():
-                self._rules.gather_ahead(index, self.params)
-                index = next(coming, None)
+            self._rules.gather_ahead(index, self.params)
 
     def restore_parameters(self, chunk: Chunk) -> None:
         """Move a gradient out of the home of parameters that are needed before the step. Local."""
-        self.grads.homes.move_out(chunk.index)
+        self.grads.places.move_out(chunk.index)
 
 
 # -- A backward from the side of its nodes: they fetch what they read, and gradients leave them for their chunks.
 #
-# begin → (node_fetch | enter_leaf | on_gradient | wait_for_gradients)* → end
+# begin → (node_fetch | enter_leaf | wait_for_gradients)* → end. A gradient that comes alone goes to
+# `Reductions.take_gradient`.
 
 
 _graph_task_id = torch._C._current_graph_task_id
+_autograd_node = torch._C._current_autograd_node
 
 
 class Backward:
@@ -177,7 +173,7 @@ class Backward:
         self._payloads = payloads
         self._params = payloads.params
         self._grads = payloads.grads
-        self._gradients = payloads.grads.memory.gradients
+        self._gradients = payloads.grads.places.gradients
         self._arrivals = payloads.grads.arrivals
         self._reductions = reductions
         self._underway = underway
@@ -237,10 +233,12 @@ class Backward:
                 return chunk.payload
             self._underway.exit_leaf()
         self._position.set(operator, Phase.BACKWARD)
+        rules, node = self._params.rules, _autograd_node()
         # This lifts the pins of the node before, of which the fetch may need the slot.
-        self._underway.follow_node()
+        if rules.nodes:
+            rules.follow_node(task, node)
         payload = self._payloads.fetch(chunk)
-        self._underway.pin_for_node(chunk)
+        rules.pin_for_node(chunk.index, task, node)
         self._payloads.fetch_ahead()
         return payload
 
@@ -249,30 +247,6 @@ class Backward:
         if self._payloads.is_alone and _graph_task_id() != -1:
             self._position.set(operator, Phase.BACKWARD)
             self._payloads.note_use(chunk)
-
-    def on_gradient(self, index: int, position: int, grad: Tensor) -> None:
-        """Take the dense gradient of the parameter at `position` of chunk `index`."""
-        # `publishing()` would cost as much as all the rest, for each parameter.
-        try:
-            # If the user calls a module on its own, as in `model.module.head(x)`, no output of the root leads here: the
-            # backward may begin with a gradient.
-            if not self._grads.in_backward:
-                self.begin()
-            gradient = self._gradients.get(index)
-            view = None if gradient is None else gradient.expects[position]
-            if gradient is not None and view is not None:  # the common way: a copy and some flags
-                view.copy_(grad)
-                gradient.note_fired(position)
-            else:
-                if gradient is not None:
-                    self._reductions.make_way(index)
-                with torch.no_grad():
-                    # A frozen chunk has no gradient: `add` says which parameter was unfrozen too late.
-                    self._arrivals.add(self._chunks[index], position, grad, self._grads.num_backwards)
-            self._reductions.arrived(index)
-        except BaseException as error:
-            self._communicator.publish(error)
-            raise
 
     def wait_for_gradients(self, index: int, waiting: Waiting) -> bool:
         """Let a gradient of chunk `index` wait in `.grad`, as noted in `waiting`. False if it may not wait there."""
@@ -283,12 +257,13 @@ class Backward:
             if not waiting.due and (gradient is None or not self._arrivals.begin(gradient, self._grads.num_backwards)):
                 return False
             # Waiting gradients are held beyond the gradient slots: keep their number small.
-            if len(self._arrivals.begun) > MAX_WAITING:
-                self._reductions.collect(self._arrivals.begun[0])  # the chunk that has waited longest
-            # `are_all` is False: a chunk whose slot nobody else needs is copied in several parts, the rest of which is
-            # to come.
-            if len(waiting.arrived) >= waiting.due:
-                self._reductions.collect(index, are_all=False)
+            with untracked():
+                if len(self._arrivals.begun) > MAX_WAITING:
+                    self._reductions.collect(self._arrivals.begun[0])  # the chunk that has waited longest
+                # `are_all` is False: a chunk whose slot nobody else needs is copied in several parts, the rest of which
+                # is to come.
+                if index in self._arrivals.begun and len(waiting.arrived) >= waiting.due:
+                    self._reductions.collect(index, are_all=False)
             return True
         except BaseException as error:
             # Gradients that are left in `.grad` would be added to those of the next backward.
@@ -301,18 +276,22 @@ class Backward:
         """The outermost graph task is done. Collective."""
         if not self._grads.in_backward:
             return
-        with self._communicator.publishing(), unseen():
+        with self._communicator.publishing(), unseen(), untracked():
             # Pins are lifted before gradients are reduced: while it is pinned, a chunk that is resident or keeps its
             # slot does not lend its home to its gradient.
             self._underway.exit_backward()
             self._position.set(0, Phase.BACKWARD)
-            self._reductions.end_backward()
+            # Ranks are about to tell each other which gradients they have. Gradients that wait in `.grad` have set no
+            # flags so far.
+            self._reductions.collect_all()
+            with self._grads.ending_backward():
+                self._reductions.end()
             self._params.finish_prefetch()
             self._params.next_use.end_pass(PassKind.TRAINING if self._underway.awaits_backward else PassKind.BACKWARD)
             # This comes after the choice of the trace above, which depends on whether a forward still waited for this
             # backward.
             self._underway.end_backward()
-            self._recorder.end_pass()
+            self._recorder.end_events()
             self._params.binding.cover()
             self._communicator.end_pass()
 
@@ -403,13 +382,13 @@ class Step:
     def begin_pass(self) -> None:
         """Begin the pass of a forward: operators may come. Collective."""
         # This comes before the pass makes activations, which would come to lie between slots and buffers.
-        self.payloads.begin_pass()
+        self.payloads.prepare()
         if torch.is_grad_enabled():
             # Several forwards before their backward, as in a contrastive loss, are one pass: only the first one begins
             # it.
             if self._underway.begin_forward():
                 self.params.next_use.begin_pass(PassKind.TRAINING)
-                self.recorder.begin_pass()
+                self.recorder.begin_events()
                 self.communicator.begin_pass("forward and backward")
         else:
             # The replay follows one pass at a time: an evaluation ends the running one, and its collectives carry tags.
@@ -447,8 +426,9 @@ class Step:
         operator, pinned = call.operator, call.pinned
         assert operator is not None
         self.position.set(operator.index, Phase.RECOMPUTE if call.recomputes else Phase.FORWARD)
-        # In a recomputation: lift the pins of the node before the one that runs it.
-        self._underway.follow_node()
+        # Lift the pins of the node before the one that runs it.
+        if call.recomputes:
+            self._underway.follow_node()
         for chunk in operator.chunks:
             # Fetched and pinned one by one: a chunk that is here must not be evicted for the operator's next one.
             self.payloads.fetch(chunk)
@@ -500,7 +480,8 @@ class Step:
         try:
             # In the order of chunks, whatever the order of arguments: fetches are collectives.
             for chunk in [self.chunks[index] for index in sorted({each.chunk.index for each in touched})]:
-                self.payloads.fetch(chunk)
+                with untracked():
+                    self.payloads.fetch(chunk)
                 self.params.rules.pin(chunk.index)
                 touch.note_pin(chunk)
                 if not chunk.plain and not (alone and self.binding.shows_payload(chunk)):

@@ -8,14 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gemini.memory.host_sums import HostSums
 from gemini.memory.transfer import Region, Scratch, Transfer, ready, wait_on_host, wait_on_stream
 from gemini.placement.demand import Tier
-from gemini.placement.gradient_rules import UnsyncedState
+from gemini.placement.gradient import UnsyncedState
 from gemini.placement.needs import largest_tile
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.chunk import Chunk
-from gemini.runtime.grad_homes import GradHomes, GradMemory
+from gemini.runtime.grad_places import GradPlaces
 from gemini.runtime.gradient import ChunkGradient
 from gemini.settings import dtype_of
 from sharding import Piece, pieces_within
@@ -33,7 +32,7 @@ def reduce_in_tiles(
     travel: torch.dtype,
     rest: torch.dtype,
     replaces: bool,
-    homes: GradHomes,
+    places: GradPlaces,
     scratch: Scratch,
     communicator: Communicator,
 ) -> None:
@@ -57,7 +56,7 @@ def reduce_in_tiles(
         # The exchange is finished at once, because the next tile uses the same scratch.
         communicator.start_reduce_scatter(rows.flat, layout, out.flat, chunk.index, scratch.allocate)()
         if not chunk.is_stepped_whole:
-            homes.put(target[start : start + numel], out, replaces)
+            places.put(target[start : start + numel], out, replaces)
             continue
         # Every rank steps the whole chunk: gather the tile's means.
         whole = scratch.region(layout.numel, rest)
@@ -66,7 +65,7 @@ def reduce_in_tiles(
         for rank in range(world_size):
             row = whole[rank * numel : (rank + 1) * numel]
             for piece in pieces_within(chunk.layout.slices(rank), start, numel):
-                homes.put(target[piece.in_payload], row[in_tile(piece, start)], replaces)
+                places.put(target[piece.in_payload], row[in_tile(piece, start)], replaces)
 
 
 def fill_from(payload: Tensor, chunk: Chunk) -> Callable[[Region, int, int], None]:
@@ -99,42 +98,42 @@ def in_tile(piece: Piece, start: int) -> slice:
 # follows from the backwards that all ranks run.
 
 
-def keep_unsynced(gradient: ChunkGradient, backward: int, memory: GradMemory, sums: HostSums) -> None:
+def keep_unsynced(gradient: ChunkGradient, backward: int, places: GradPlaces) -> None:
     """Add an open local gradient of backward number `backward` to the chunk's sum on the host. Local."""
-    chunk, all_memory = gradient.chunk, memory.memory
+    chunk = gradient.chunk
     # The gradient may have been spilled: bring it back into a slot.
-    memory.open(gradient.index, backward)
+    places.open(gradient.index, backward)
     assert gradient.payload is not None
-    memory.complete(gradient)
+    places.complete(gradient)
     total = gradient.unsynced
     if total is None:
         dtype = torch.float64 if chunk.dtype is torch.float64 else torch.float32
-        total = all_memory.allocate(Tier.HOST, chunk.numel, dtype, "unsynced gradients")
+        total = places.memory.allocate(Tier.HOST, chunk.numel, dtype, "unsynced gradients")
         gradient.unsynced = total
     # The host adds, in fp32: the sum never travels to the device before it is reduced. Its memory is kept from step to
     # step: the first gradient of a step overwrites an old sum.
     is_first = gradient.unsynced_state is not UnsyncedState.HELD
-    sums.put(total, gradient.payload, replaces=is_first)
+    places.sums.put(total, gradient.payload, replaces=is_first)
     if is_first:
         gradient.become_unsynced(UnsyncedState.HELD)
-    memory.close(gradient.index)
+    places.close(gradient.index)
 
 
 def reduce_unsynced(
-    gradient: ChunkGradient, backward: int, homes: GradHomes, scratch: Scratch, communicator: Communicator
+    gradient: ChunkGradient, backward: int, places: GradPlaces, scratch: Scratch, communicator: Communicator
 ) -> None:
     """Reduce the chunk's sums over ranks and merge the mean, tile by tile. Collective."""
     chunk = gradient.chunk
-    is_first = homes.begin(gradient.index, backward, is_sum=True)
+    is_first = places.begin(gradient.index, backward, is_sum=True)
     total = gradient.reduced()
     reduce_in_tiles(
         chunk,
         total,
-        partial(_fill, gradient, homes.transfer),
+        partial(_fill, gradient, places.transfer),
         travel=chunk.sum_dtype,
         rest=total.dtype,
         replaces=is_first,
-        homes=homes,
+        places=places,
         scratch=scratch,
         communicator=communicator,
     )

@@ -41,7 +41,7 @@ def ledger_after_a_step(rank: int, world_size: int, wrap: dict[str, Any]) -> dic
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "sent_per_step": sent[1] - sent[0],
         "num_chunks": len(chunks),
-        "peak_open": model.chunk_manager.grads.memory.peak_open,
+        "peak_open": model.chunk_manager.grads.places.peak_open,
         "calls": dict(model.chunk_manager.communicator.collectives.calls),
     }
 
@@ -61,7 +61,7 @@ def device_storage_bytes(model: ShardedModel) -> int:
         for home in chunk.homes.values():
             if home.tier == "device":
                 add(home.flat)
-    for pools in (manager.params.slots.pools, manager.grads.memory.pools):
+    for pools in (manager.params.slots.pools, manager.grads.places.pools):
         for pool in pools or ():
             for slot in pool.slots + pool.held:
                 add(slot.region and slot.region.flat)

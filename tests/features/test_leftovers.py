@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import BudgetError, ShardedOptimizer, state_hash
-from gemini.runtime.grad_homes import GradHomes
+from gemini.runtime.grad_places import GradPlaces
 from gemini.runtime.gradient import ChunkGradient
 from tests.harness.on_ranks import in_soak, on_ranks
 from tests.zoo import mlp
@@ -106,15 +106,15 @@ def test_zeros_that_find_no_memory_are_written_when_the_step_is_tried_again(monk
     pair.backward(0)
     pair.step()
     pair.zero()
-    fill, calls = GradHomes.fill, []
+    fill, calls = GradPlaces.fill, []
 
-    def fail_once(homes: GradHomes, gradient: ChunkGradient, backward: int) -> None:
+    def fail_once(places: GradPlaces, gradient: ChunkGradient, backward: int) -> None:
         calls.append(gradient)
         if len(calls) == 2:
             raise BudgetError("host: no memory", tier="host")
-        fill(homes, gradient, backward)
+        fill(places, gradient, backward)
 
-    monkeypatch.setattr(GradHomes, "fill", fail_once)
+    monkeypatch.setattr(GradPlaces, "fill", fail_once)
     with pytest.raises(BudgetError, match="no memory"):
         pair.optimizer.step()
     pair.step()

@@ -127,7 +127,7 @@ def work_counts(model: ShardedModel) -> dict[str, Any]:
     counts: dict[str, Any] = {
         "fetches": [moves.num_fetches, moves.counts["prefetch"]],
         "evictions": moves.counts["evict"],
-        "spills": [moves.counts["spill"], manager.grads.memory.peak_open],
+        "spills": [moves.counts["spill"], manager.grads.places.peak_open],
         "links": {
             link: num_bytes
             for link, num_bytes in sorted(model.chunk_manager.memory.transfer.bytes_by_link.items())

@@ -130,9 +130,9 @@ class Peaks:
         manager = self._manager
         for chunk in manager.chunks:
             yield from chunk.homes.values()
-        for pool in (*manager.params.slots.pools, *manager.grads.memory.pools):
+        for pool in (*manager.params.slots.pools, *manager.grads.places.pools):
             yield from (slot.region for slot in pool.slots + pool.held)
-        for gradient in manager.grads.memory.gradients.values():
+        for gradient in manager.grads.places.gradients.values():
             yield from (gradient.home, gradient.wide, gradient.unsynced)
         yield manager.grads.scratch._memory
         states = {} if manager.optimizer is None else manager.optimizer.states.by_chunk

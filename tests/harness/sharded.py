@@ -101,7 +101,7 @@ def train_sharded(
         model.chunk_manager.memory.tiers[0].ledger.peak_bytes,
         model.plan.budget_bytes,
         model.observer.counts["spill"],
-        manager.grads.memory.peak_open,
+        manager.grads.places.peak_open,
         manager.communicator.bytes_sent,
     )
     return run, facts

@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     Mutant(
         "a use of a parameter that was interrupted keeps its slot for ever",
-        "Failures.publishing",
+        "Failures.publish",
         "self._is_disturbed |= self._communicator.watch is None and not is_refusal",
         "",
         "tests/features/test_access_edges.py::test_uses_of_parameters_that_were_interrupted_leave_slots_and_pins",
@@ -56,21 +56,21 @@ MUTANTS = [
     ),
     Mutant(
         "a released chunk keeps its views bound",
-        "PayloadSlots._leave",
+        "PayloadSlots.vacate",
         "self._binding.unbind(chunk)",
         "",
         f"{ONE_RANK}[gpt2]",
     ),
     Mutant(
         "a stale payload survives the step",
-        "ParamStore.before_update",
-        "if chunk.may_leave:",
-        "if False:",
+        "ParamStore.make_stale",
+        "chunk.slot is None",
+        "True",
         f"{ONE_RANK}[chain]",
     ),
     Mutant(
         "chunks that stay are not gathered after an update",
-        "ParamStore.before_update",
+        "ParamStore.make_stale",
         "self.binding.outdate(chunk)",
         "pass",
         "tests/features/test_small_parameters_that_stay.py",
@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant(
         "nodes do not pin what they have unpacked",
         "Backward.node_fetch",
-        "self._underway.pin_for_node(chunk)",
+        "rules.pin_for_node(chunk.index, task, node)",
         "",
         "tests/test_manager.py::test_a_node_pins_what_it_has_unpacked_until_the_next_node_asks",
     ),
@@ -147,7 +147,7 @@ MUTANTS = [
     ),
     Mutant(
         "a kept slot is updated under a view",
-        "PayloadSlots._leave",
+        "PayloadSlots.vacate",
         "self._keep_another(chunk)",
         "pass",
         "tests/features/test_slots.py::test_a_view_that_outlives_a_step_keeps_the_old_weights",
@@ -219,8 +219,8 @@ MUTANTS = [
     ),
     Mutant(
         "kernels read weights that are on their way",
-        "ParamStore._start_gather",
-        "lambda: wait_on_stream(payload)",
+        "ParamStore.depart",
+        "partial(wait_on_stream, payload)",
         "lambda: None",
         "tests/features/test_late_copies.py",
     ),
@@ -262,8 +262,8 @@ MUTANTS = [
     Mutant(
         "an update brings all of a whole weight to the device, and not this rank's part",
         "ParamStore.depart",
-        "self._start_own_part if only_own else self._start_gather",
-        "self._start_gather",
+        "only_own",
+        "False",
         "tests/features/test_plan_is_the_run.py::test_every_byte_of_a_step_is_predicted",
     ),
     Mutant(

@@ -14,10 +14,10 @@ MUTANTS = [
         "tiles of a second micro-batch replace the first one's sum",
         "Reductions._reduce_in_tiles",
         "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), travel=chunk.travel_dtype, "
-        "rest=chunk.gradient_dtype, replaces=is_first, homes=self._grads.homes, scratch=self._scratch, "
+        "rest=chunk.gradient_dtype, replaces=is_first, places=self._places, scratch=self._scratch, "
         "communicator=self._communicator)",
         "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), travel=chunk.travel_dtype, "
-        "rest=chunk.gradient_dtype, replaces=True, homes=self._grads.homes, scratch=self._scratch, "
+        "rest=chunk.gradient_dtype, replaces=True, places=self._places, scratch=self._scratch, "
         "communicator=self._communicator)",
         "tests/features/test_tiled_exchanges.py::test_tiles_change_no_bit",
     ),
@@ -51,8 +51,8 @@ MUTANTS = [
     ),
     Mutant(
         "a chunk with a sparse gradient is attached",
-        "Arrivals.collect",
-        "waiting.may_attach = False",
+        "Reductions._copy_waiting",
+        "self._arrivals.waiting_of(chunk).may_attach = False",
         "",
         "tests/features/test_attached_gradients.py",
     ),
@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient that a user gives leaves the others attached to its zeros",
-        "GradHomes.fill",
+        "GradPlaces.fill",
         "gradient.detach_home()",
         "",
         "tests/features/test_attached_gradients.py",
@@ -114,14 +114,14 @@ MUTANTS = [
     ),
     Mutant(
         "parameters without a gradient get positive zeros where autograd adds",
-        "GradMemory._zero_rest_of_home",
+        "GradPlaces._zero_rest_of_home",
         "gradient.content is Content.ZERO",
         "False",
         "tests/features/test_attached_gradients.py",
     ),
     Mutant(
         "an attached gradient that comes in pieces is added twice",
-        "Arrivals.collect",
+        "Reductions.collect",
         "gradient.attached is None",
         "True",
         "tests/features/test_attached_gradients.py",
@@ -135,14 +135,14 @@ MUTANTS = [
     ),
     Mutant(
         "a slot for many small gradients keeps what it held",
-        "GradMemory._open_in_slot",
+        "GradPlaces._open_in_slot",
         "payload.flat.zero_()",
         "",
         "tests/features/test_small_parameters_that_stay.py",
     ),
     Mutant(
         "a second gradient overwrites the first",
-        "Arrivals.add",
+        "Reductions.take_gradient",
         "view.add_(grad)",
         "view.copy_(grad)",
         f"{ONE_RANK}[checkpoint_shared_reentrant]",
@@ -163,8 +163,8 @@ MUTANTS = [
     ),
     Mutant(
         "gradients that wait when a backward ends stay there",
-        "Reductions.end_backward",
-        "self.collect_all()",
+        "Backward.end",
+        "self._reductions.collect_all()",
         "",
         "tests/features/test_small_parameters.py",
     ),
@@ -184,9 +184,9 @@ MUTANTS = [
     ),
     Mutant(
         "the slot that a reduction reads is not waited for",
-        "GradientRules.make_way",
-        "(is_out and self._slots.lacks_slot(chunk))",
-        "False",
+        "GradientRules.open",
+        "before is None",
+        "True",
         f"{TWO_RANKS}[llama]",
     ),
     Mutant(
@@ -198,14 +198,14 @@ MUTANTS = [
     ),
     Mutant(
         "a spilled gradient is lost",
-        "GradMemory._unspill",
+        "GradPlaces._unspill",
         "self.memory.transfer.copy(payload, spilled)",
         "payload.flat.zero_()",
         f"{ONE_RANK}[experts]",
     ),
     Mutant(
         "a rank without a gradient leaves its place in the order",
-        "GradientRules._end",
+        "GradientRules.end",
         "order.order[books.next_in_order :]",
         "()",
         PAIRS,
@@ -226,35 +226,35 @@ MUTANTS = [
     ),
     Mutant(
         "gradients are never freed after backward",
-        "GradMemory.close",
+        "GradPlaces.close",
         "self.pools[gradient.chunk.oversize].vacate(gradient.slot)",
         "pass",
         f"{MEMORY}::test_at_most_two_gradients_are_open_in_a_sequential_model",
     ),
     Mutant(
         "weights are not made anew where a gradient was",
-        "GradHomes._remake",
+        "GradPlaces._remake",
         "round_master_(ready(part), ready(master))",
         "pass",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
     Mutant(
         "a gradient stays behind in a home that is taken back",
-        "GradHomes._copy_out",
+        "GradPlaces._copy_out",
         "self.transfer.copy(gradient.shard, gradient.chunk.lendable())",
         "",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
     Mutant(
         "a home is lent under a view",
-        "GradHomes._release_resident",
+        "GradPlaces._release_resident",
         "not self._params.slots.nobody_holds(self._resident[chunk])",
         "False",
         f"{HALF}::test_detours_between_backward_and_step",
     ),
     Mutant(
         "a kept slot is not left for its gradient",
-        "GradHomes._release_slot",
+        "GradPlaces._release_slot",
         "self._params.release(self._chunks[chunk])",
         "pass",
         f"{HALF}::test_fp16_takes_two_bytes_a_parameter_less_and_bf16_fourteen_either_way",
@@ -268,14 +268,14 @@ MUTANTS = [
     ),
     Mutant(
         "experts' gradients are expected as they came last time",
-        "GradientRules._end",
+        "GradientRules.end",
         "if not gradient.is_chosen:",
         "if True:",
         "tests/dist/test_parity.py::test_experts_that_only_some_ranks_use_are_added_up_in_rank_order",
     ),
     Mutant(
         "kernels write to a slot that a copy still reads",
-        "GradMemory._open_in_slot",
+        "GradPlaces._open_in_slot",
         "wait_on_stream(payload)",
         "",
         "tests/features/test_late_copies.py",
@@ -304,7 +304,7 @@ MUTANTS = [
     Mutant(
         "a parameter home moves with the gradient that it was lent to",
         "LeftGradients.set_aside",
-        "self._homes.restore(gradient.index)",
+        "self._places.restore(gradient.index)",
         "pass",
         "tests/features/test_leftovers.py::test_gradients_of_another_optimizer_outlive_a_change_of_plan",
     ),

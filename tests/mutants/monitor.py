@@ -237,7 +237,7 @@ MUTANTS = [
     ),
     Mutant(
         "every step is recorded",
-        "Recorder.begin_pass",
+        "Recorder.begin_events",
         "if is_free and self._batch_bytes > self._largest_batch:",
         "if is_free:",
         "tests/features/test_recorder.py::test_the_first_step_is_recorded_and_later_ones_cost_nothing",

@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "gradients that stay do so in homes that the step writes to",
         "OptimizerStep.run",
-        "step.grads.leftovers.before_update(self._states.ungrouped())",
+        "step.grads.leftovers.leave_homes(self._states.ungrouped())",
         "",
         "tests/features/test_leftovers.py",
     ),

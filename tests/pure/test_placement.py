@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from gemini.errors import BudgetError
 from gemini.placement.demand import ChunkDemand, Demand, Kind, Tier, format_bytes, parse_bytes
-from gemini.placement.next_use import Events, NextUse, Phase, ReductionOrder, StepEvent, Touch
+from gemini.placement.gradient_rules import ReductionOrder
+from gemini.placement.next_use import Events, NextUse, Phase, StepEvent, Touch
 from gemini.placement.policies import AutoPolicy, CpuPolicy, CudaPolicy, resolve_policy
 from gemini.placement.policy import slots_for
 

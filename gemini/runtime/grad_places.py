@@ -1,4 +1,4 @@
-"""Where gradients are: `GradMemory` has the slots that a backward fills, `GradHomes` where the reduced sums rest."""
+"""Where gradients are: in the slots that a backward fills, spilled to the host, and where the reduced sums rest."""
 
 from __future__ import annotations
 
@@ -9,88 +9,57 @@ import torch
 from gemini.errors import BudgetError
 from gemini.log import warn_at_script
 from gemini.memory.host_sums import HostSums
-from gemini.memory.memory import RankMemory
 from gemini.memory.modes import untracked
 from gemini.memory.slot import SharedStorage, Slot
 from gemini.memory.transfer import Region, ready, wait_on_host, wait_on_stream, wait_on_tier
-from gemini.observe import Observer, OpenMove
+from gemini.observe import OpenMove
 from gemini.placement.demand import Kind, Tier, update_tier
-from gemini.placement.gradient_rules import (
-    Content,
-    GradState,
-    HomeRules,
-    PayloadNow,
-    ReducedState,
-    SlotRules,
-    UnsyncedState,
-)
+from gemini.placement.gradient import Content, GradState, ReducedState, UnsyncedState
+from gemini.placement.gradient_rules import PlaceRules
+from gemini.placement.next_use import PassKind
 from gemini.runtime.chunk import Chunk, ParamState
 from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.params import ParamStore
 from optim import round_master_
 
-# -- Observes how many micro-batches a step has.
 
+class GradPlaces(PlaceRules):
+    """Carries `PlaceRules` out for one model: the memory behind every `ChunkGradient`, and what moves in it.
 
-_STEADY_STEPS = 2
-"""Steps with an unchanged micro-batch count before replanning; doubles after each replan.
+    Whoever has a gradient opened, reduced or merged does so inside of `untracked`.
+    """
 
-The last step of an epoch may have fewer micro-batches, and a training whose count alternates would only move states.
-"""
+    def __init__(self, params: ParamStore, keeps_whole: bool, pins: bool) -> None:
+        """Chunks that are trainable now get a gradient, without memory so far.
 
-
-class MicroBatches:
-    """The micro-batches of one model's steps. Ranks agree on each number that is noted."""
-
-    def __init__(self, number: int) -> None:
-        """number: the count that the plan in force is for."""
-        self._followed = self._last = number
-        self._num_alike = 0
-        self._needed = _STEADY_STEPS
-
-    def note_step(self, number: int) -> None:
-        """A step has added up `number` backwards. Local."""
-        self._num_alike = self._num_alike + 1 if number == self._last else 1
-        self._last = number
-
-    @property
-    def have_changed(self) -> bool:
-        """Whether steps keep to another count than the plan's."""
-        # A step without a backward (count 0) is no reason for a plan.
-        return self._last != self._followed and self._num_alike >= self._needed and self._last > 0
-
-    def follow(self) -> int:
-        """The count that the plan is to follow now. Local."""
-        self._followed, self._needed = self._last, 2 * self._needed
-        return self._followed
-
-
-# -- The memory of gradients: open payloads in gradient slots, reduced shards at home, unreduced sums on the host.
-#
-# `SlotRules` in placement/gradient_rules.py decides where a gradient is opened, and which one is spilled for it.
-
-
-class GradMemory(SlotRules):
-    """The gradient slots, and the memory behind every `ChunkGradient`."""
-
-    def __init__(self, memory: RankMemory, observer: Observer, keeps_whole: bool) -> None:
-        """keeps_whole: this rank keeps whole gradients, and GRAD homes have room for whole payloads."""
-        self.memory = memory
-        self.observer = observer
+        keeps_whole: this rank keeps whole gradients, and GRAD homes have room for whole payloads. pins: see `HostSums`.
+        """
         self.gradients: dict[int, ChunkGradient] = {}  # by chunk index
-        super().__init__(self.gradients)
-        self.pools = memory.gradient_slots
+        super().__init__(self.gradients, params.memory.gradient_slots, params.rules)
+        self.memory = params.memory
+        self.transfer = params.memory.transfer
+        self.pools = params.memory.gradient_slots
+        self.sums = HostSums(self.transfer, pins)
+        self._params = params
+        self._chunks = params.chunks
+        self._observer = params.observer
         self._keeps_whole = keeps_whole
         self.peak_open = 0
         self._num_open = 0  # in a slot or spilled, and not being reduced
-        # Of the reduction in flight: waits for the mean, (optim_numel,) on the device, which is valid until the next
-        # one begins; one more block, in which the mean leaves. It holds buffers, so nothing of it stays after a step.
-        self.flight: tuple[Callable[[], Region], OpenMove] | None = None
+        # Of the reduction in flight: what waits for the mean, if anything does; the mean, (optim_numel,) on the device,
+        # which is valid until the next one begins; one more block, in which the mean leaves. It holds buffers, so
+        # nothing of it stays after a step.
+        self.flight: tuple[Callable[[], None] | None, Region, OpenMove] | None = None
+        # Host memory in which spilled gradients take turns, by numel and dtype. While nobody uses it, it is in no
+        # ledger, like all pages that staging memory keeps.
+        self._spares: dict[tuple[int, torch.dtype], list[Region]] = {}
         self._num_by_size = [0, 0]  # trainable chunks with regular slots, and with larger ones
-
-    def note_flight(self, mean: Callable[[], Region], moving: OpenMove) -> None:
-        """A reduction has begun: `mean` ends it, and `moving` is told of its end."""
-        self.flight = mean, moving
+        self._resident: dict[int, SharedStorage] = {}  # by chunk index
+        self._has_warned = False
+        for chunk in self._chunks:
+            if chunk.trainable:
+                self.add(chunk)
+        self.reset_lending()
 
     def add(self, chunk: Chunk) -> None:
         """Give a trainable chunk a gradient, without memory so far."""
@@ -100,6 +69,7 @@ class GradMemory(SlotRules):
     def give_back(self) -> None:
         """Between steps: give back slots and the memory beside the homes. No chunk has a gradient any more."""
         self.pools.close()
+        self.drop_spares()
         for gradient in self.gradients.values():
             # A home that a gradient took when its parameter home could not be lent. `Migration` gives planned homes
             # back.
@@ -143,16 +113,17 @@ class GradMemory(SlotRules):
         assert isinstance(slot, Slot)
         gradient, content = self.gradients[chunk], Content.UNDEFINED
         slot.occupy(chunk)
-        payload = gradient.chunk.payload_in(slot)
+        payload = slot.views[chunk][0] if chunk in slot.views else gradient.chunk.payload_in(slot)
         if resumes:
             self.memory.transfer.copy(payload, gradient.shard)
             content = Content.SUM
         # The slot's last content may still be on its way to the host, or this one's on its way to the slot.
-        wait_on_stream(payload)
+        if payload.tickets.pending:
+            wait_on_stream(payload)
         if zero and not resumes and not gradient.in_place:
             payload.flat.zero_()
             content = Content.ZERO
-        gradient.become(GradState.IN_SLOT, content, slot)
+        gradient.become(GradState.IN_SLOT, content, slot=slot)
         self._num_open += 1
         self.peak_open = max(self.peak_open, self._num_open)
 
@@ -176,7 +147,7 @@ class GradMemory(SlotRules):
             _zero_unwritten(gradient, are_left=gradient.content is Content.ZERO)
 
     def close(self, chunk: int) -> None:
-        """See `SlotRules`."""
+        """See `PlaceRules`."""
         gradient = self.gradients[chunk]
         # A gradient that is being reduced was subtracted when its reduction began.
         self._num_open -= gradient.state in (GradState.IN_SLOT, GradState.SPILLED)
@@ -186,21 +157,23 @@ class GradMemory(SlotRules):
         # Closed before the memory is given: an interrupted `close` must not give it back twice.
         gradient.become(GradState.CLOSED)
         if spilled is not None:
-            self.memory.free(spilled, "spilled gradients")
+            self._free_spilled(spilled)
 
     def _inside(self, oversize: bool) -> Iterable[int]:
         return [slot.chunk for slot in self.pools[oversize].slots if slot.chunk is not None]
 
-    def _free_slot(self, oversize: bool) -> Slot | None:
-        return self.pools[oversize].first_free()
-
     def _spill(self, victim: int, wanted: int) -> Slot:
         spilling = self.gradients[victim]
         assert spilling.slot is not None and spilling.payload is not None
+        payload, spares = spilling.payload, self._spares.get((spilling.payload.numel, spilling.payload.dtype))
         try:
+            if spares:
+                self.memory.host.count_again(payload.nbytes, "spilled gradients")
+                spilled = spares.pop()
             # This is staging memory, which is never registered with the driver: in a backward registering could wait
             # for a collective that waits for this rank.
-            spilled = self.memory.allocate(Tier.HOST, spilling.chunk.numel, spilling.chunk.dtype, "spilled gradients")
+            else:
+                spilled = self.memory.allocate(Tier.HOST, payload.numel, payload.dtype, "spilled gradients")
         except BudgetError as error:
             raise error.reworded(
                 f"no gradient slot is free and the host cannot take an open gradient of chunk {victim} "
@@ -209,10 +182,10 @@ class GradMemory(SlotRules):
         # It keeps its flags: it is still open, and is merged or reduced after it has come back.
         ends = "gradient slot", Tier.HOST
         why = f"room for the gradient of chunk {wanted}"
-        with self.observer.moving("spill", victim, *ends, spilled.nbytes, why):
-            self.memory.transfer.copy(spilled, spilling.payload)
+        with self._observer.moving("spill", victim, *ends, spilled.nbytes, why):
+            self.memory.transfer.copy(spilled, payload)
         slot = spilling.slot
-        spilling.become(GradState.SPILLED, held=spilled)
+        spilling.become(GradState.SPILLED, spilled=spilled)
         self.pools[spilling.chunk.oversize].vacate(slot)
         return slot
 
@@ -224,63 +197,44 @@ class GradMemory(SlotRules):
         slot.occupy(chunk)
         payload = gradient.chunk.payload_in(slot)
         ends = Tier.HOST, "gradient slot"
-        with self.observer.moving("unspill", chunk, *ends, spilled.nbytes, "gradients of it, or its reduction"):
+        with self._observer.moving("unspill", chunk, *ends, spilled.nbytes, "gradients of it, or its reduction"):
             self.memory.transfer.copy(payload, spilled)
-        gradient.become(GradState.IN_SLOT, held=slot)
+        gradient.become(GradState.IN_SLOT, slot=slot)
         # Freeing makes the host wait for the copy. The memory could otherwise be given to another spill that overwrites
         # it.
-        self.memory.free(spilled, "spilled gradients")
+        self._free_spilled(spilled)
         wait_on_stream(payload)
+
+    def _free_spilled(self, spilled: Region) -> None:
+        wait_on_host(spilled)
+        self.memory.host.free(spilled.flat, "spilled gradients")
+        self._spares.setdefault((spilled.numel, spilled.dtype), []).append(spilled)
+
+    def drop_spares(self) -> None:
+        """Keep no memory for spilled gradients that none is in. Local."""
+        self._spares.clear()
 
     def discard(self, gradient: ChunkGradient) -> None:
         """Drop a gradient that the step consumed, or that was discarded. The caller writes its flags."""
         if gradient.state is not GradState.CLOSED:
             self.close(gradient.index)
-        if gradient.is_reduced or gradient.is_used:
+        if gradient.reduced_state is not ReducedState.NONE:
             gradient.become_reduced(ReducedState.NONE)
-        if gradient.is_behind:
+        if gradient.unsynced_state is not UnsyncedState.NONE:
             gradient.become_unsynced(UnsyncedState.NONE)
 
     def moving(self, gradient: ChunkGradient, where: Callable[[], str], blocks: int) -> OpenMove:
         """Observe the reduction of the gradient, which takes `blocks` blocks of code."""
-        chunk, home = gradient.chunk, gradient.resting.tier
+        chunk, home = gradient.chunk, (gradient.resting if gradient.home is None else gradient.home).tier
         ends = home if gradient.slot is None else "gradient slot", home
-        return self.observer.moving("reduce", chunk.index, *ends, chunk.payload_bytes, where, blocks)
+        return self._observer.moving("reduce", chunk.index, *ends, chunk.payload_bytes, where, blocks)
 
-
-def _zero_unwritten(gradient: ChunkGradient, are_left: bool = False) -> None:
-    """Zero the views of the open payload to which no gradient was written.
-
-    are_left: only those of parameters that zero_grad(set_to_none=False) has left zeros; the others stay blank.
-    """
-    for fired, got, view in zip(gradient.fired, gradient.got, gradient.views, strict=True):
-        if not fired and (got or not are_left):
-            view.zero_()
-
-
-# -- Reduced gradients at rest: the memory of what `HomeRules` decides, and the sums in it.
-
-
-class GradHomes(HomeRules):
-    """The reduced gradients of all trainable chunks of one model. All of it is local."""
-
-    def __init__(self, gradients: dict[int, ChunkGradient], params: ParamStore, pins: bool) -> None:
-        """gradients: by chunk index. The dict has other chunks once others are trained. pins: see `HostSums`."""
-        super().__init__(gradients)
-        self._gradients = gradients
-        self._chunks = params.chunks
-        self._params = params
-        self._memory = params.memory
-        self.transfer = params.memory.transfer
-        self.sums = HostSums(self.transfer, pins)
-        self._resident: dict[int, SharedStorage] = {}  # by chunk index
-        self._has_warned = False
-        self.reset_lending()
+    # -- reduced gradients at rest: [Note: Lent homes] in placement/gradient_rules.py
 
     def reset_lending(self) -> None:
         """Other chunks are trained from now on, or homes have moved. No home is lent at this moment."""
         self.note_lendable()
-        lendable = (self._chunks[index] for index in self._lendable)
+        lendable = (self._chunks[index] for index in self.lendable)
         resident = {chunk.index: chunk for chunk in lendable if chunk.payload is not None}
         self._resident = {index: was for index, was in self._resident.items() if index in resident}
         for index, chunk in resident.items():
@@ -330,14 +284,14 @@ class GradHomes(HomeRules):
         else:
             # A parameter home is not lent to it: a forward may come next.
             if gradient.home is None:
-                self._take_home(gradient.index)
+                self._take_memory(gradient.index, wide=False)
             gradient.become_reduced(ReducedState.IN_SHARD)
         self.transfer.copy(gradient.reduced(), content)
         wait_on_host(content)  # which is temporary
 
     def move_out(self, chunk: int) -> None:
-        """See `HomeRules`."""
-        if self._params.in_step and torch.is_grad_enabled() and not self._has_warned:
+        """See `PlaceRules`."""
+        if self._params.in_step and self._params.next_use.kind is PassKind.TRAINING and not self._has_warned:
             self._has_warned = True
             warn_at_script(
                 "reuse_fp16_shard=True: parameters are used again between backward and step, as when micro-batches "
@@ -348,13 +302,12 @@ class GradHomes(HomeRules):
 
     # -- memory
 
-    def _take_home(self, chunk: int) -> None:
-        gradient = self._gradients[chunk]
-        gradient.take_home(self._allocate(gradient, gradient.chunk.gradient_dtype))
-
-    def _take_wide(self, chunk: int) -> None:
-        gradient = self._gradients[chunk]
-        gradient.wide = self._allocate(gradient, torch.float32)
+    def _take_memory(self, chunk: int, *, wide: bool) -> None:
+        gradient = self.gradients[chunk]
+        if wide:
+            gradient.wide = self._allocate(gradient, torch.float32)
+        else:
+            gradient.take_home(self._allocate(gradient, gradient.chunk.gradient_dtype))
 
     def _allocate(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
         """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full.
@@ -363,44 +316,32 @@ class GradHomes(HomeRules):
         """
         numel = gradient.chunk.optim_numel
         try:
-            return self._memory.allocate(update_tier(gradient.resting.tier), numel, dtype, Kind.GRAD)
+            return self.memory.allocate(update_tier(gradient.resting.tier), numel, dtype, Kind.GRAD)
         except BudgetError as refused:
             # Uncounted, this shortage would make model data give up a part of the device at the next step, as after a
             # step that failed.
-            self._memory.note_evaded(refused)
-            return self._memory.allocate(Tier.HOST, numel, dtype, Kind.GRAD)
+            self.memory.note_evaded(refused)
+            return self.memory.allocate(Tier.HOST, numel, dtype, Kind.GRAD)
 
     def _move_to_wide(self, chunk: int) -> None:
-        gradient = self._gradients[chunk]
+        gradient = self.gradients[chunk]
         # `shard` is undefined from here on.
         self.transfer.copy(gradient.reduced(), gradient.shard)
 
     def _copy_out(self, chunk: int) -> None:
-        gradient = self._gradients[chunk]
+        gradient = self.gradients[chunk]
         self.transfer.copy(gradient.shard, gradient.chunk.lendable())
 
     # -- lending, see [Note: Lent homes]
 
     def is_lent(self, chunk: int) -> bool:
-        """See `HomeRules`."""
+        """See `PlaceRules`."""
         there = self._chunks[chunk]
         return there.may_lend_home and there.holds_grad
 
     def _lends_home(self, chunk: int) -> bool:
         there = self._chunks[chunk]
         return there.may_lend_home and there.lends_home
-
-    def payload_of(self, chunk: int) -> PayloadNow:
-        """See `HomeRules`."""
-        there = self._chunks[chunk]
-        return PayloadNow(
-            is_pinned=self._params.rules.pins[chunk] > 0,
-            is_coming=self._params.is_coming(there),
-            is_gathered=there.state is ParamState.GATHERED,
-            is_resident=there.state is ParamState.RESIDENT,
-            has_own_slot=there.own_slot is not None,
-            num_gathers=self._params.rules.num_gathers[chunk],
-        )
 
     def _release_slot(self, chunk: int) -> None:
         self._params.release(self._chunks[chunk])
@@ -441,7 +382,7 @@ class GradHomes(HomeRules):
             wait_on_tier(part)
 
     def consumed(self, chunk: int) -> None:
-        """See `HomeRules`."""
+        """See `PlaceRules`."""
         lender = self._chunks[chunk]
         if not lender.holds_grad:
             return
@@ -450,3 +391,13 @@ class GradHomes(HomeRules):
             lender.become(ParamState.GATHERED)
         else:
             lender.become(ParamState.RESIDENT if chunk in self._resident else ParamState.RELEASED)
+
+
+def _zero_unwritten(gradient: ChunkGradient, are_left: bool = False) -> None:
+    """Zero the views of the open payload to which no gradient was written.
+
+    are_left: only those of parameters that zero_grad(set_to_none=False) has left zeros; the others stay blank.
+    """
+    for fired, got, view in zip(gradient.fired, gradient.got, gradient.views, strict=True):
+        if not fired and (got or not are_left):
+            view.zero_()
