@@ -28,6 +28,9 @@ class MovedBytes:
         to_host_bytes: bytes over the link to the host.
         gathered_bytes: bytes of the payloads that are gathered from all ranks.
         num_gathers: the number of these gathers.
+        nearby_bytes: bytes of the payloads that are gathered from a second copy, among `nearby_ranks` consecutive ones.
+        num_nearby: the number of these gathers.
+        nearby_ranks: ranks that hold such a copy. 1: there is none.
         exchanged_bytes: bytes of the gradient payloads that ranks exchange, in the dtype in which they travel.
         num_exchanges: the number of these exchanges.
         replicated_bytes: bytes of the sums of gradients that replicas exchange, and of the means that come back.
@@ -42,6 +45,9 @@ class MovedBytes:
     to_host_bytes: int = 0
     gathered_bytes: int = 0
     num_gathers: int = 0
+    nearby_bytes: int = 0
+    num_nearby: int = 0
+    nearby_ranks: int = 1
     exchanged_bytes: int = 0
     num_exchanges: int = 0
     replicated_bytes: int = 0
@@ -61,8 +67,9 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
     links = predicted.bytes_by_link
     reduced = predicted.exchanged.get(Exchange.REDUCE, (0, 0))
     # Every exchange but a reduction is an all-gather.
-    reductions = Exchange.REDUCE, Exchange.REPLICAS
-    gathers = [found for what, found in predicted.exchanged.items() if what not in reductions]
+    others = Exchange.REDUCE, Exchange.REPLICAS, Exchange.NEARBY
+    gathers = [found for what, found in predicted.exchanged.items() if what not in others]
+    nearby = predicted.exchanged.get(Exchange.NEARBY, (0, 0))
     updated = {Tier.DEVICE: 0, Tier.HOST: 0}
     its = zip(plan.packing.chunks, plan.demand.chunks, plan.placement.homes, strict=True)
     for facts, chunk, homes in its:
@@ -75,6 +82,9 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
         to_host_bytes=links.get("device->host", 0),
         gathered_bytes=sum(num_bytes for _, num_bytes in gathers),
         num_gathers=sum(count for count, _ in gathers),
+        nearby_bytes=nearby[1],
+        num_nearby=nearby[0],
+        nearby_ranks=plan.settings.secondary_group_size or 1,
         exchanged_bytes=reduced[1],
         num_exchanges=reduced[0],
         replicated_bytes=predicted.exchanged.get(Exchange.REPLICAS, (0, 0))[1],
@@ -262,6 +272,10 @@ def modelled_step(
     if ranks.count > 1:
         group, replicas = ranks.divided(moves.num_replicas)
         gathers = all_gather_seconds(moves.gathered_bytes, group, rates)
+        if gathers is not None and moves.num_nearby:
+            beside = Ranks(moves.nearby_ranks, math.gcd(moves.nearby_ranks, ranks.per_node))
+            nearby = all_gather_seconds(moves.nearby_bytes, beside, rates)
+            gathers = None if nearby is None else gathers + nearby + moves.num_nearby * rates.collective_s
         exchanges = exchange_seconds(moves.exchanged_bytes, group, rates)
         if exchanges is not None and moves.num_replicas > 1:
             over_replicas = exchange_seconds(moves.replicated_bytes, replicas, rates)
