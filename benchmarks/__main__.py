@@ -22,6 +22,7 @@ CPU_BENCHMARKS = {
     "train_step": "one training step: ours beside plain PyTorch and beside FSDP2 at the same bytes (about 4 minutes)",
     "adam": "Adam on the CPU: our kernels beside the machine's bandwidth and torch's kernels (about 4 minutes)",
     "bytes_per_parameter": "what one more parameter costs in memory: ours and FSDP2 (about 5 minutes)",
+    "stages": "bytes of a rank by ZeRO stage, beside the formulas, on 2 and 4 ranks (about 2 minutes)",
     "resident_memory": "the same by the system's account, as a user has it: ours, 8 processes (about 2 minutes)",
     "tiny_operators": "1,000 tiny operators, nearly all calls: ours beside plain PyTorch and DDP (half a minute)",
     "collective_cost": "what launching a collective costs beside its bytes, on two ranks (a quarter of a minute)",

@@ -343,3 +343,13 @@ def test_a_trace_without_a_step_is_said(tmp_path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": []}))
     done = run("benchmarks.overlap", str(path))
     assert done.returncode == 1 and "no event that lasts" in done.stderr
+
+
+@pytest.mark.soak
+def test_bytes_by_stage_are_those_of_the_formula() -> None:
+    done = run("benchmarks.stages", "--tiny")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if "bytes a parameter |" in line]
+    assert len(rows) == 8
+    for row in rows:
+        assert float(row[4].split()[0]) == pytest.approx(float(row[5]), rel=0.02)

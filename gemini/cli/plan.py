@@ -55,6 +55,13 @@ def plan(
     ] = None,
     dtype: asked.DTYPE = "own",
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
+    shard_group_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks that share shards; others hold replicas. Default: the fastest, by the model."),
+    ] = None,
+    secondary_group_size: Annotated[
+        int | None, typer.Option(min=2, help="Ranks, as of a node, that keep a second copy of the weights. Likewise.")
+    ] = None,
     policy: Annotated[str, typer.Option(help="auto, cpu, cuda, static or disk.")] = "auto",
     shard_param_frac: Annotated[
         float | None, typer.Option(min=0, max=1, help="static: of the weights, what is sharded. Default: 1.")
@@ -110,6 +117,8 @@ def plan(
         settings = Settings(
             dtype=dtype_option(dtype),
             stage=stage,
+            shard_group_size=shard_group_size,
+            secondary_group_size=secondary_group_size,
             tensor_placement_policy=policy,
             shard_param_frac=shard_param_frac,
             offload_optim_frac=offload_optim_frac,

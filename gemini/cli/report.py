@@ -14,21 +14,22 @@ from torch import nn
 
 from gemini.cli.amounts import as_option, count, in_words, unit_of
 from gemini.cli.asked import say
+from gemini.cli.groups import choose, predicted_of, step_of
 from gemini.cli.model import with_options
 from gemini.cli.question import Batch, Cluster, Question
 from gemini.cli.remedies import Options, Remedy, command_of, in_the_way, larger_batch, remedies_of
 from gemini.errors import BudgetError
 from gemini.memory.modes import uncollected
 from gemini.model.estimate import num_parameters_of, packed_of
-from gemini.model.workload import blocks_of, gradient_bytes, workload_of
+from gemini.model.workload import gradient_bytes, workload_of
 from gemini.placement.budget import ACTIVATION_FRACTION, LESS_FOR_ACTIVATIONS, Budget, FreeBytes
-from gemini.placement.cost import KERNELS, ModelledStep, MovedBytes, modelled_step, moves_of
+from gemini.placement.cost import KERNELS, ModelledStep, MovedBytes, moves_of
 from gemini.placement.demand import OPTIM_STATES, Dtype, Tier
 from gemini.placement.machines import MACHINES, Rates
 from gemini.placement.optimizers import OptimizerKind
 from gemini.placement.plan import Plan
 from gemini.placement.policies import FRACTIONS, all_at_rest_on_device
-from gemini.placement.predict import Predicted, expected_schedule, predict
+from gemini.placement.predict import Predicted
 from gemini.settings import Settings, dtype_of
 
 # -- What `gemini plan` finds out of a model on a cluster: numbers, before they are shown.
@@ -96,23 +97,31 @@ def answer(
     Raises ValueError for settings that the module contradicts.
     """
     # Costs and prefetch are those of the machine that is asked for, and not of the one that plans.
-    settings = replace(settings, device="emulated" if cluster.is_emulated else "cuda").over(cluster.ranks.count)
+    settings = replace(settings, device="emulated" if cluster.is_emulated else "cuda")
+    # Groups that were asked for and are all ranks were asked for all the same: nothing else is tried.
+    is_given = settings.shard_group_size is not None or settings.secondary_group_size is not None
+    settings = settings.over(cluster.ranks.count)
     dtype = _dtype_of(module, settings)
     work = workload_of(module, dtype.itemsize, batch.experts_per_token)
     # None: weights keep their own dtypes, which may differ within a model, and so do their gradients.
     itemsize = None if settings.dtype is None else dtype.itemsize
     # Packings of large models are many objects that all stay alive: the cycle collector would visit them repeatedly.
     with uncollected():
-        packed = packed_of(module, settings, cluster.ranks.count)
         gradients = gradient_bytes(module, itemsize)
-        question = Question(module, settings, cluster, batch, dtype, work, gradients, packed, optim_states)
-        return _Answering(question).answer()
+
+        def ask(its: Settings) -> Question:
+            packed = packed_of(module, its, cluster.ranks.count)
+            return Question(module, its, cluster, batch, dtype, work, gradients, packed, optim_states)
+
+        question, why = (ask(settings), None) if is_given else choose(ask, settings, cluster.ranks)
+        return _Answering(question, why).answer()
 
 
 class _Answering:
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, why: str | None) -> None:
+        """why: these groups of ranks. None: there was nothing to choose."""
         self._question = question
-        self._notes = list(question.workload.notes)
+        self._notes = [*question.workload.notes, *([] if why is None else [why])]
 
     def answer(self) -> Answer:
         """The plan with what it costs, or why there is none; and what would change it."""
@@ -129,9 +138,7 @@ class _Answering:
             remedies = [*_more_on_the_device(question, plan)]
             larger = larger_batch(question, plan)
             remedies += [] if larger is None else [larger]
-            # Checkpointed blocks are computed again in the backward, and fetched for it.
-            names = [*blocks_of(question.module)] if question.batch.is_checkpointed else []
-            predicted = predict(plan, schedule=expected_schedule(plan, names))
+            predicted = predicted_of(question, plan)
             moves = moves_of(plan, predicted)
             step = self._step(moves)
             setting = self._setting(plan)
@@ -193,31 +200,20 @@ class _Answering:
 
     def _step(self, moves: MovedBytes) -> ModelledStep | None:
         question, notes = self._question, self._notes
-        rates, batch, work = question.cluster.rates, question.batch, question.workload
+        rates = question.cluster.rates
         if rates is None:
             notes.append(
                 "Seconds and tokens/s need rates of the machine: run this command there with --rates measured, which "
                 f"takes a second, or name the published ones of {', '.join(MACHINES)} (--rates rtx4090)."
             )
             return None
-        # FLOPs of one rank in a whole step. Activation checkpointing runs only the blocks' forwards again.
-        forward = batch.micro_batches * work.forward_flops(batch.tokens, batch.length)
-        again = batch.micro_batches * work.computed_again_flops(batch.tokens, batch.length)
         try:
-            step = modelled_step(
-                moves,
-                forward,
-                again if batch.is_checkpointed else 0.0,
-                question.dtype.name,
-                rates,
-                question.cluster.ranks,
-                kept_bytes=self._kept_bytes(),
-                defers=question.settings.deferred_update is not False and not question.cluster.is_emulated,
-            )
+            step = step_of(question, moves)
         except ValueError as error:
             # The rates have none for the dtype of the products, such as float64: the plan is an answer all the same.
             notes.append(f"No step time is modelled: {error}.")
             return None
+        assert step is not None  # there are rates
         if step.unknown:
             notes.append(
                 f"Not in the modelled time, because these rates do not have theirs: {', '.join(step.unknown)}."
@@ -226,12 +222,6 @@ class _Answering:
         if rates.collective_s == 0 and question.cluster.ranks.count > 1:
             notes.append("Launches of collectives are not in the modelled time: these rates have none.")
         return step
-
-    def _kept_bytes(self) -> int:
-        """Activations that all micro-batches keep without checkpointing. 0: the formulas do not cover the model."""
-        batch, work = self._question.batch, self._question.workload
-        kept = work.activation_bytes(batch.tokens, is_checkpointed=False) if work.covers_activations else 0
-        return batch.micro_batches * kept
 
 
 def _more_on_the_device(question: Question, plan: Plan) -> Iterator[Remedy]:
@@ -247,7 +237,15 @@ def _more_on_the_device(question: Question, plan: Plan) -> Iterator[Remedy]:
 
 def chosen_of(settings: Settings) -> dict[str, Any]:
     """What has a say in the plan besides memory, and is not the default."""
-    names = (*FRACTIONS, "gradient_accumulation_steps", "chunk_size", "disk_path", "disk_memory")
+    names = (
+        *FRACTIONS,
+        "shard_group_size",
+        "secondary_group_size",
+        "gradient_accumulation_steps",
+        "chunk_size",
+        "disk_path",
+        "disk_memory",
+    )
     values = {name: getattr(settings, name) for name in names}
     values["update_in_backward"] = settings.update_in_backward or None
     # Without a disk, on a host that free memory bounds, one backward in each step is what is planned for at first.

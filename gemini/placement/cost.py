@@ -29,6 +29,9 @@ class MovedBytes:
         ahead_bytes: bytes over the link from the host that are fetched ahead: kernels do not wait for them.
         gathered_bytes: bytes of the payloads that are gathered from all ranks.
         num_gathers: the number of these gathers.
+        nearby_bytes: bytes of the payloads that are gathered from a second copy, among `nearby_ranks` consecutive ones.
+        num_nearby: the number of these gathers.
+        nearby_ranks: ranks that hold such a copy. 1: there is none.
         exchanged_bytes: bytes of the gradient payloads that ranks exchange, in the dtype in which they travel.
         num_exchanges: the number of these exchanges.
         replicated_bytes: bytes of the sums of gradients that replicas exchange, and of the means that come back.
@@ -44,6 +47,9 @@ class MovedBytes:
     ahead_bytes: int = 0
     gathered_bytes: int = 0
     num_gathers: int = 0
+    nearby_bytes: int = 0
+    num_nearby: int = 0
+    nearby_ranks: int = 1
     exchanged_bytes: int = 0
     num_exchanges: int = 0
     replicated_bytes: int = 0
@@ -63,8 +69,9 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
     links = predicted.bytes_by_link
     reduced = predicted.exchanged.get(Exchange.REDUCE, (0, 0))
     # Every exchange but a reduction is an all-gather.
-    reductions = Exchange.REDUCE, Exchange.REPLICAS
-    gathers = [found for what, found in predicted.exchanged.items() if what not in reductions]
+    others = Exchange.REDUCE, Exchange.REPLICAS, Exchange.NEARBY
+    gathers = [found for what, found in predicted.exchanged.items() if what not in others]
+    nearby = predicted.exchanged.get(Exchange.NEARBY, (0, 0))
     updated = {Tier.DEVICE: 0, Tier.HOST: 0}
     its = zip(plan.packing.chunks, plan.demand.chunks, plan.placement.homes, strict=True)
     for facts, chunk, homes in its:
@@ -78,6 +85,9 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
         ahead_bytes=predicted.ahead_bytes,
         gathered_bytes=sum(num_bytes for _, num_bytes in gathers),
         num_gathers=sum(count for count, _ in gathers),
+        nearby_bytes=nearby[1],
+        num_nearby=nearby[0],
+        nearby_ranks=plan.settings.secondary_group_size or 1,
         exchanged_bytes=reduced[1],
         num_exchanges=reduced[0],
         replicated_bytes=predicted.exchanged.get(Exchange.REPLICAS, (0, 0))[1],
@@ -310,6 +320,10 @@ def modelled_step(
     if ranks.count > 1:
         group, replicas = ranks.divided(moves.num_replicas)
         gathers = all_gather_seconds(moves.gathered_bytes, group, rates)
+        if gathers is not None and moves.num_nearby:
+            beside = Ranks(moves.nearby_ranks, math.gcd(moves.nearby_ranks, ranks.per_node))
+            nearby = all_gather_seconds(moves.nearby_bytes, beside, rates)
+            gathers = None if nearby is None else gathers + nearby + moves.num_nearby * rates.collective_s
         exchanges = exchange_seconds(moves.exchanged_bytes, group, rates)
         if exchanges is not None and moves.num_replicas > 1:
             over_replicas = exchange_seconds(moves.replicated_bytes, replicas, rates)

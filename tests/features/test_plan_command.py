@@ -154,6 +154,40 @@ def test_seconds_are_bytes_and_flops_by_the_rates_that_are_given(tmp_path: Path)
     assert code == 0 and "a step, modelled" in shown and "Modelled step:" in shown and "Rates: made up." in shown
 
 
+def test_ranks_of_several_nodes_are_divided_as_the_model_of_a_step_says(tmp_path: Path, config: Path) -> None:
+    file, options = (
+        tmp_path / "rates.json",
+        (SMALL, "--ranks", "8", "--ranks-per-node", "2", "--device-memory", "80KiB"),
+    )
+    file.write_text(json.dumps({**RATES, "network_bytes_per_s": 1e4}))
+    slow = asked(*options, "--rates", str(file))
+    assert slow["wrap_with"]["shard_group_size"] == 2
+    (why,) = [note for note in slow["notes"] if note.startswith("Groups chosen")]
+    assert "4 replicas of 2 shards, one on each node (--shard-group-size 2): " in why and "s among ranks" in why
+    assert "all ranks as one group: " in why and "--secondary-group-size 2" in why
+    (note,) = [note for note in slow["notes"] if note.startswith("ShardedModel makes")]
+    assert "shard_group_size=2" in note
+    # Without room for replicas there is a second copy, and without room for that one group.
+    tight = (str(config), *options[1:5], "--sequence-length", "8", "--host-memory", "1MiB", "--rates", str(file))
+    second_copy: dict[str, int] = {"secondary_group_size": 2}
+    for device, found in (("5MiB", second_copy), ("3MiB", {})):
+        fits = asked(*tight, "--device-memory", device)
+        (why,) = [note for note in fits["notes"] if note.startswith("Groups chosen")]
+        assert "(--shard-group-size 2): does not fit" in why
+        assert ("(--secondary-group-size 2): does not fit" in why) == (not found)
+        assert {name: size for name, size in fits["wrap_with"].items() if name.endswith("group_size")} == found
+        moves, parts = fits["moves"], fits["modelled"]["seconds_by_part"]
+        of_all, nearby = moves["gathered_bytes"] * 7 / 8 / (2 * 1e4), moves["nearby_bytes"] / 2 / 8e6
+        launches = 0.001 * (moves["num_gathers"] + moves["num_nearby"])
+        assert (moves["num_nearby"] > 0) == bool(found)
+        assert parts["gathers"] == pytest.approx(of_all + nearby + launches)
+    # Whoever names groups gets them, also those that are all ranks.
+    for given, size in (("8", None), ("4", 4)):
+        named = asked(*options, "--rates", str(file), "--shard-group-size", given)
+        assert named["wrap_with"].get("shard_group_size") == size
+        assert not any(note.startswith("Groups chosen") for note in named["notes"])
+
+
 def test_this_machine_is_read_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = asked(SMALL)
