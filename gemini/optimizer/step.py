@@ -647,10 +647,10 @@ class OptimizerStep:
             with step.failures.tearing():
                 self._updates.update(left, factors, step.payloads)
                 states.note_step()
-                if self._average is not None and updated:
-                    self._average.update()
                 # Gradients that an update has used must not be there for another one.
                 step.grads.end_step(Becomes.USED, ungrouped)
+                if self._average is not None and updated:
+                    self._average.update()
         if self._in_backward is not None:
             self._in_backward.sums.discard_sums()
         self.last = StepReport(number, norm, factors.clip, skipped, scale, self._moved(), *self._times_ms)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from gemini.errors import UnsupportedError
 from gemini.optimizer.elementwise import settings_in_words
-from gemini.optimizer.given import kind_of
+from gemini.optimizer.given import GivenOptimizer, kind_of
 from gemini.optimizer.shards import EntryNames, GradientFactors, Made, RunUpdate
 from gemini.placement.owners import owners, work_of
 from gemini.ranks.communicator import Communicator
@@ -245,11 +245,19 @@ class WholeTensorUpdate:
             finally:
                 self._worker.state.clear()
                 self._worker.param_groups.clear()
-            self._refuse_other_dtypes(self._probed[key], shape)
+            self._refuse_states(self._probed[key], shape)
         return self._probed[key]
 
-    def _refuse_other_dtypes(self, entry: Mapping[str, Any] | None, shape: tuple[int, ...]) -> None:
+    def _refuse_states(self, entry: Mapping[str, Any] | None, shape: tuple[int, ...]) -> None:
+        """Raises UnsupportedError for states that no shard can hold, and for those that no rank can be told."""
         for name, value in (entry or {}).items():
+            try:
+                _told(_words([value]))
+            except Exception as error:
+                raise UnsupportedError(
+                    f"{self._kind.__name__} keeps {name!r} as a {type(value).__name__}, which other ranks cannot be "
+                    "told: keep tensors, numbers, text, and tuples, lists and dicts of these"
+                ) from error
             if isinstance(value, Tensor) and value.dim() and value.shape == shape and value.dtype is not torch.float32:
                 raise UnsupportedError(
                     f"{self._kind.__name__} keeps {name!r} in {value.dtype} with the shape of its parameter: shards of "
@@ -259,8 +267,8 @@ class WholeTensorUpdate:
 
 def _own_fields(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's attributes that its step may read: without groups, states and the script's hooks."""
-    plain = ("state", "param_groups", "defaults")
-    found = {name: value for name, value in vars(optimizer).items() if name not in plain}
+    others = {"state", "param_groups", "defaults", _MARK, *GivenOptimizer.__annotations__}
+    found = {name: value for name, value in vars(optimizer).items() if name not in others}
     hooks = {name: type(value)() for name, value in found.items() if name.endswith("_hooks")}
     # A scheduler may have put its wrapper of the method there.
     found.pop("step", None)
@@ -462,10 +470,8 @@ class TensorExchange:
         own = [(list(flats), scalars) for flats, scalars in of_shape]
         if self._communicator.num_shards == 1:
             return own
-        file = io.BytesIO()
-        torch.save(own, file)
-        told = self._communicator.all_gather_bytes_of_shards(file.getvalue(), "names of the owners' states")
-        by_owner = [iter(torch.load(io.BytesIO(its), weights_only=True)) for its in told]
+        told = self._communicator.all_gather_bytes_of_shards(_words(own), "names of the owners' states")
+        by_owner = [iter(_told(its)) for its in told]
         return [next(by_owner[owner]) for owner in owned]
 
     def _spread(
@@ -514,6 +520,18 @@ class TensorExchange:
         received = torch.empty(sum(incoming), dtype=dtype, device=self._device)
         self._communicator.exchange(sent, sent_numels, received, incoming, what)
         return tuple(torch.split(received, list(incoming)))
+
+
+def _words(states: Any) -> bytes:
+    """States that are in no shard, as ranks tell them to each other."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    return file.getvalue()
+
+
+def _told(words: bytes) -> Any:
+    """What `_words` was given. Makes plain values only: no code of another rank's runs."""
+    return torch.load(io.BytesIO(words), map_location="cpu", weights_only=True)
 
 
 def _place(pieces: Sequence[Piece], flat: Tensor, received: Tensor, at: int) -> int:

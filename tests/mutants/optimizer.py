@@ -224,8 +224,8 @@ MUTANTS = [
     Mutant(
         "a parameter has the states that others of its chunk made",
         "ChunkOptimizerState.names",
-        "self.made[position] if always is None else always",
-        "tuple(self.flats)",
+        "return self.made[position]",
+        "return tuple(self.flats)",
         "tests/features/test_param_groups.py",
     ),
     Mutant(
