@@ -334,6 +334,11 @@ class TensorPart(NamedTuple):
     weight: Tensor
     flats: dict[str, Tensor]
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """The chunk's index, and the parameter's position in it."""
+        return self.chunk.index, self.managed.position
+
     def pieces(self, rank: int) -> list[Piece]:
         """What a rank has of the tensor, by `payload_start` counted from the tensor's first element."""
         chunk, managed = self.chunk, self.managed
@@ -343,6 +348,11 @@ class TensorPart(NamedTuple):
     def sent(self, rank: int, owner: int) -> list[Piece]:
         """What `rank` sends to the tensor's owner. What all ranks have whole the owner has itself."""
         return [] if self.chunk.is_stepped_whole and rank != owner else self.pieces(rank)
+
+
+def _alone(part: TensorPart) -> OwnedTensor:
+    """The whole tensor where one rank has all of it: its part, which is a copy."""
+    return OwnedTensor(part.managed, part.group, part.grad, part.weight, part.flats, part.scalars)
 
 
 class WholeRules(Protocol):
@@ -401,21 +411,25 @@ class TensorExchange:
     def _step(self, parts: Sequence[TensorPart], factors: GradientFactors) -> dict[tuple[int, int], Made]:
         ranks = self._communicator.num_shards
         owned = owners([work_of(part.managed.shape) for part in parts], ranks)
-        mine = [part for part, owner in zip(parts, owned, strict=True) if owner == self._rank]
-        tensors = self._gather(parts, owned, factors)
+        tensors = self._gather(parts, owned) if ranks > 1 else [_alone(part) for part in parts]
+        tensors = [each._replace(grad=factors.applied(each.grad)) for each in tensors]
         entries = self._rules.step(tensors, self._param_groups)
-        of_shape = [self._split(each, entry) for each, entry in zip(tensors, entries, strict=True)]
-        words = self._tell(owned, of_shape)
+        split = [self._split(each, entry) for each, entry in zip(tensors, entries, strict=True)]
         weights = [each.weight for each in tensors]
-        return self._spread(
-            parts, owned, list(zip(mine, weights, [flats for flats, _ in of_shape], strict=True)), words
-        )
+        if ranks == 1:
+            return {
+                part.key: Made(part.managed.pieces, weight, *its)
+                for part, weight, its in zip(parts, weights, split, strict=True)
+            }
+        mine = [part for part, owner in zip(parts, owned, strict=True) if owner == self._rank]
+        words = self._tell(owned, split)
+        return self._spread(parts, owned, list(zip(mine, weights, [flats for flats, _ in split], strict=True)), words)
 
     @property
     def _rank(self) -> int:
         return self._communicator.shard_rank
 
-    def _gather(self, parts: Sequence[TensorPart], owned: Sequence[int], factors: GradientFactors) -> list[OwnedTensor]:
+    def _gather(self, parts: Sequence[TensorPart], owned: Sequence[int]) -> list[OwnedTensor]:
         """The whole tensors that this rank owns."""
         me, ranks = self._rank, range(self._communicator.num_shards)
         outgoing: list[list[Tensor]] = [[] for _ in ranks]
@@ -442,7 +456,7 @@ class TensorExchange:
                 OwnedTensor(
                     part.managed,
                     part.group,
-                    factors.applied(grad),
+                    grad,
                     weight,
                     dict(zip(part.flats, flats, strict=True)),
                     part.scalars,
@@ -468,8 +482,6 @@ class TensorExchange:
     ) -> list[tuple[list[str], dict[str, Any]]]:
         """The names of each tensor's flat states, and its other states, which its owner tells all ranks."""
         own = [(list(flats), scalars) for flats, scalars in of_shape]
-        if self._communicator.num_shards == 1:
-            return own
         told = self._communicator.all_gather_bytes_of_shards(_words(own), "names of the owners' states")
         by_owner = [iter(_told(its)) for its in told]
         return [next(by_owner[owner]) for owner in owned]
@@ -500,9 +512,7 @@ class TensorExchange:
             for _ in range(1 + len(names)):
                 fields.append(received[owner][at[owner] :][:numel])
                 at[owner] += numel
-            made[part.chunk.index, part.managed.position] = Made(
-                part.managed.pieces, fields[0], dict(zip(names, fields[1:], strict=True)), scalars
-            )
+            made[part.key] = Made(part.managed.pieces, fields[0], dict(zip(names, fields[1:], strict=True)), scalars)
         return made
 
     def _exchange(
@@ -515,8 +525,6 @@ class TensorExchange:
         for each in (flat for its in outgoing for flat in its):
             sent[at : at + each.numel()].copy_(each)
             at += each.numel()
-        if self._communicator.num_shards == 1:
-            return [sent]
         received = torch.empty(sum(incoming), dtype=dtype, device=self._device)
         self._communicator.exchange(sent, sent_numels, received, incoming, what)
         return tuple(torch.split(received, list(incoming)))
