@@ -242,4 +242,32 @@ MUTANTS = [
         "ShownGroups(groups)",
         "tests/features/test_param_groups.py::test_a_schedule_of_the_plain_optimizer_moves_groups_that_are_added",
     ),
+    Mutant(
+        "a clip does not reach tensors that are stepped whole",
+        "TensorExchange._step",
+        "factors.applied(each.grad)",
+        "each.grad",
+        "tests/features/test_several_optimizers.py::test_the_norm_and_the_clip_are_of_all_gradients_together",
+    ),
+    Mutant(
+        "a parameter that moves to another optimizer keeps the states of the first",
+        "ChunkOptimizerState.follow_rules",
+        "self.discard(managed)",
+        "pass",
+        "tests/features/test_several_optimizers.py::test_a_parameter_that_moves_to_another_optimizer_starts_there_from_fresh_state",
+    ),
+    Mutant(
+        "an average begins at zero",
+        "Average._update_one",
+        "managed.position in state.averaged",
+        "True",
+        "tests/features/test_ema.py::test_a_parameter_without_a_gradient_is_averaged_and_a_skipped_step_is_not",
+    ),
+    Mutant(
+        "one rank steps all tensors",
+        "owners",
+        "found[number] = rank",
+        "found[number] = 0",
+        "tests/features/test_whole_tensors.py::test_each_matrix_is_orthogonalised_once_a_step_whatever_the_micro_batches",
+    ),
 ]
