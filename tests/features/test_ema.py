@@ -230,3 +230,17 @@ def test_the_average_takes_four_bytes_an_element_in_the_plan(tmp_path: Path) -> 
         build(), chunk_size=2048, tensor_placement_policy="cpu", optim_states=3, device="emulated"
     )
     assert estimate.host[gemini.Kind.OPTIM] == held[1]
+
+
+@on_ranks(1, 2)
+def test_the_average_waits_for_updates_beside_the_next_forward(rank: int, world_size: int, tmp_path: Path) -> None:
+    model = wrapped("cpu", tmp_path, deferred_update=True)
+    optimizer = sharded(model, "adam")
+    its, average = plain("adam", world_size)
+    for step in range(3):
+        train_step(model, optimizer, rank, step)
+        its.step(step)
+        average.update_parameters(its.model)
+    assert_same(average_of(model, optimizer), weights_of(average.module))
+    assert_same(weights_of(model), weights_of(its.model))
+    model.close()
