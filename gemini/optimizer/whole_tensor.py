@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from gemini.errors import UnsupportedError
 from gemini.optimizer.elementwise import settings_in_words
-from gemini.optimizer.given import kind_of
+from gemini.optimizer.given import GivenOptimizer, kind_of
 from gemini.optimizer.shards import EntryNames, GradientFactors, Made, RunUpdate
 from gemini.placement.owners import owners, work_of
 from gemini.ranks.communicator import Communicator
@@ -245,11 +245,19 @@ class WholeTensorUpdate:
             finally:
                 self._worker.state.clear()
                 self._worker.param_groups.clear()
-            self._refuse_other_dtypes(self._probed[key], shape)
+            self._refuse_states(self._probed[key], shape)
         return self._probed[key]
 
-    def _refuse_other_dtypes(self, entry: Mapping[str, Any] | None, shape: tuple[int, ...]) -> None:
+    def _refuse_states(self, entry: Mapping[str, Any] | None, shape: tuple[int, ...]) -> None:
+        """Raises UnsupportedError for states that no shard can hold, and for those that no rank can be told."""
         for name, value in (entry or {}).items():
+            try:
+                _told(_words([value]))
+            except Exception as error:
+                raise UnsupportedError(
+                    f"{self._kind.__name__} keeps {name!r} as a {type(value).__name__}, which other ranks cannot be "
+                    "told: keep tensors, numbers, text, and tuples, lists and dicts of these"
+                ) from error
             if isinstance(value, Tensor) and value.dim() and value.shape == shape and value.dtype is not torch.float32:
                 raise UnsupportedError(
                     f"{self._kind.__name__} keeps {name!r} in {value.dtype} with the shape of its parameter: shards of "
@@ -259,8 +267,8 @@ class WholeTensorUpdate:
 
 def _own_fields(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's attributes that its step may read: without groups, states and the script's hooks."""
-    plain = ("state", "param_groups", "defaults")
-    found = {name: value for name, value in vars(optimizer).items() if name not in plain}
+    others = {"state", "param_groups", "defaults", _MARK, *GivenOptimizer.__annotations__}
+    found = {name: value for name, value in vars(optimizer).items() if name not in others}
     hooks = {name: type(value)() for name, value in found.items() if name.endswith("_hooks")}
     # A scheduler may have put its wrapper of the method there.
     found.pop("step", None)
@@ -326,6 +334,11 @@ class DueTensor(NamedTuple):
     weight: Tensor
     flats: dict[str, Tensor]
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """The chunk's index, and the parameter's position in it."""
+        return self.chunk.index, self.managed.position
+
     def pieces(self, rank: int) -> list[Piece]:
         """What a rank has of the tensor, by `payload_start` counted from the tensor's first element."""
         chunk, managed = self.chunk, self.managed
@@ -335,6 +348,11 @@ class DueTensor(NamedTuple):
     def sent(self, rank: int, owner: int) -> list[Piece]:
         """What `rank` sends to the tensor's owner. What all ranks have whole the owner has itself."""
         return [] if self.chunk.is_stepped_whole and rank != owner else self.pieces(rank)
+
+
+def _alone(part: DueTensor) -> OwnedTensor:
+    """The whole tensor where one rank has all of it: its part, which is a copy."""
+    return OwnedTensor(part.managed, part.group, part.grad, part.weight, part.flats, part.scalars)
 
 
 class WholeRules(Protocol):
@@ -393,21 +411,25 @@ class TensorExchange:
     def _step(self, parts: Sequence[DueTensor], factors: GradientFactors) -> dict[tuple[int, int], Made]:
         ranks = self._communicator.num_shards
         owned = owners([work_of(part.managed.shape) for part in parts], ranks)
-        mine = [part for part, owner in zip(parts, owned, strict=True) if owner == self._rank]
-        tensors = self._gather(parts, owned, factors)
+        tensors = self._gather(parts, owned) if ranks > 1 else [_alone(part) for part in parts]
+        tensors = [each._replace(grad=factors.applied(each.grad)) for each in tensors]
         entries = self._rules.step(tensors, self._param_groups)
-        of_shape = [self._split(each, entry) for each, entry in zip(tensors, entries, strict=True)]
-        words = self._tell(owned, of_shape)
+        split = [self._split(each, entry) for each, entry in zip(tensors, entries, strict=True)]
         weights = [each.weight for each in tensors]
-        return self._spread(
-            parts, owned, list(zip(mine, weights, [flats for flats, _ in of_shape], strict=True)), words
-        )
+        if ranks == 1:
+            return {
+                part.key: Made(part.managed.pieces, weight, *its)
+                for part, weight, its in zip(parts, weights, split, strict=True)
+            }
+        mine = [part for part, owner in zip(parts, owned, strict=True) if owner == self._rank]
+        words = self._tell(owned, split)
+        return self._spread(parts, owned, list(zip(mine, weights, [flats for flats, _ in split], strict=True)), words)
 
     @property
     def _rank(self) -> int:
         return self._communicator.shard_rank
 
-    def _gather(self, parts: Sequence[DueTensor], owned: Sequence[int], factors: GradientFactors) -> list[OwnedTensor]:
+    def _gather(self, parts: Sequence[DueTensor], owned: Sequence[int]) -> list[OwnedTensor]:
         """The whole tensors that this rank owns."""
         me, ranks = self._rank, range(self._communicator.num_shards)
         outgoing: list[list[Tensor]] = [[] for _ in ranks]
@@ -434,7 +456,7 @@ class TensorExchange:
                 OwnedTensor(
                     part.managed,
                     part.group,
-                    factors.applied(grad),
+                    grad,
                     weight,
                     dict(zip(part.flats, flats, strict=True)),
                     part.scalars,
@@ -460,12 +482,8 @@ class TensorExchange:
     ) -> list[tuple[list[str], dict[str, Any]]]:
         """The names of each tensor's flat states, and its other states, which its owner tells all ranks."""
         own = [(list(flats), scalars) for flats, scalars in of_shape]
-        if self._communicator.num_shards == 1:
-            return own
-        file = io.BytesIO()
-        torch.save(own, file)
-        told = self._communicator.all_gather_bytes_of_shards(file.getvalue(), "names of the owners' states")
-        by_owner = [iter(torch.load(io.BytesIO(its), weights_only=True)) for its in told]
+        told = self._communicator.all_gather_bytes_of_shards(_words(own), "names of the owners' states")
+        by_owner = [iter(_told(its)) for its in told]
         return [next(by_owner[owner]) for owner in owned]
 
     def _spread(
@@ -494,9 +512,7 @@ class TensorExchange:
             for _ in range(1 + len(names)):
                 fields.append(received[owner][at[owner] :][:numel])
                 at[owner] += numel
-            made[part.chunk.index, part.managed.position] = Made(
-                part.managed.pieces, fields[0], dict(zip(names, fields[1:], strict=True)), scalars
-            )
+            made[part.key] = Made(part.managed.pieces, fields[0], dict(zip(names, fields[1:], strict=True)), scalars)
         return made
 
     def _exchange(
@@ -509,11 +525,21 @@ class TensorExchange:
         for each in (flat for its in outgoing for flat in its):
             sent[at : at + each.numel()].copy_(each)
             at += each.numel()
-        if self._communicator.num_shards == 1:
-            return [sent]
         received = torch.empty(sum(incoming), dtype=dtype, device=self._device)
         self._communicator.exchange(sent, sent_numels, received, incoming, what)
         return tuple(torch.split(received, list(incoming)))
+
+
+def _words(states: Any) -> bytes:
+    """States that are in no shard, as ranks tell them to each other."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    return file.getvalue()
+
+
+def _told(words: bytes) -> Any:
+    """What `_words` was given. Makes plain values only: no code of another rank's runs."""
+    return torch.load(io.BytesIO(words), map_location="cpu", weights_only=True)
 
 
 def _place(pieces: Sequence[Piece], flat: Tensor, received: Tensor, at: int) -> int:

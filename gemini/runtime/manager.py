@@ -261,7 +261,9 @@ class ChunkManager:
     def refuse_second(self) -> None:
         """Raises UnsupportedError if the model has an optimizer. Local."""
         if self.optimizer is not None:
-            raise UnsupportedError("this model has a ShardedOptimizer already")
+            raise UnsupportedError(
+                "this model has a ShardedOptimizer already: make one of a list of optimizers, or close() that one"
+            )
 
     def close(self) -> None:
         """Give slots and process group back. Collective. Raises nothing of its own."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gemini
 from gemini import ShardedModel, ShardedOptimizer, UnsupportedError, state_hash
@@ -202,4 +203,25 @@ def test_states_that_share_memory_rest_on_the_disk_once(rank: int, world_size: i
             for name, value in each.state[parameter].items():
                 assert torch.equal(saved["state"][number][name], torch.as_tensor(value, dtype=torch.float32)), name
             number += 1
+    model.close()
+
+
+@on_ranks(1, 2)
+def test_elementwise_ones_update_in_the_backward_and_the_average_follows_the_step(rank: int, world_size: int) -> None:
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices, rest = matrices_and_rest(model)
+        return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9, foreach=False), gemini.HybridAdam(rest, lr=1e-2)]
+
+    model, plain = wrapped(update_in_backward=True), Plain("muon", world_size)
+    plain.optimizers = make(plain.model)
+    average = AveragedModel(plain.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = ShardedOptimizer(model, make(model), ema=0.9)
+    for step in range(3):
+        train_step(model, optimizer, rank, step)
+        plain.step(step)
+        average.update_parameters(plain.model)
+    assert_same(weights_of(model), weights_of(plain.model))
+    assert optimizer.ema is not None
+    with optimizer.ema.weights():
+        assert_same(weights_of(model), weights_of(average.module))
     model.close()

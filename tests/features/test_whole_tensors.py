@@ -345,3 +345,50 @@ def test_replicas_each_step_their_own_copy_alike(rank: int, world_size: int) -> 
     """All ranks see the same data: the order in which means are added does not count."""
     model = wrapped("cuda", shard_group_size=world_size // 2)
     train_beside_plain(0, 1, model, "muon", 0.1)
+
+
+class Failing(Lamb):
+    """Fails at one tensor, on the rank that owns it."""
+
+    def step(self, closure: Any = None) -> None:
+        if any(p.shape == (40, 40) and p.grad.any() for group in self.param_groups for p in group["params"]):
+            raise ArithmeticError("of the user's")
+        super().step(closure)
+
+
+@on_ranks(1, 2)
+def test_a_step_that_fails_on_one_owner_ends_on_all_ranks(rank: int, world_size: int) -> None:
+    model = wrapped("cuda")
+    optimizer = ShardedOptimizer(model, gemini.per_tensor(Failing(model.parameters(), 0.1, 1.0)))
+    optimizer.backward(loss_of(model, 0, 0, rank))
+    with pytest.raises((ArithmeticError, gemini.RemoteRankError), match="of the user's"):
+        optimizer.step()
+
+
+def test_states_that_no_rank_can_be_told_or_that_are_not_fp32_are_refused_by_name() -> None:
+    class Keeps(Lamb):
+        kept: Any = None
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["its"] = p.bfloat16() if self.kept is None else self.kept
+
+    for kept, message in ((None, r"keeps 'its' in torch\.bfloat16"), (object(), "keeps 'its' as a object")):
+        model = wrapped("cuda")
+        its = Keeps(model.parameters(), 0.1, 1.0)
+        its.kept = kept
+        with pytest.raises(UnsupportedError, match=message):
+            ShardedOptimizer(model, gemini.per_tensor(its))
+        model.close()
+
+
+def test_a_given_optimizer_serves_another_model_once_its_own_is_closed() -> None:
+    model = wrapped("cuda")
+    given = torch.optim.Adafactor(model.parameters(), lr=0.05, foreach=False)
+    for _ in range(2):
+        optimizer = ShardedOptimizer(model, given)
+        train_step(model, optimizer, 0, 0)
+        assert optimizer.state_dict()["state"][0]["step"] == 1
+        optimizer.close()
+    model.close()

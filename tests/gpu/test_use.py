@@ -13,6 +13,7 @@ from gemini import ShardedModel, ShardedOptimizer, ZeroInitContext, state_hash
 from tests.gpu.device import DEVICE
 from tests.gpu.loops import same_bits
 from tests.harness.devices import emulated
+from tests.zoo import whole
 from tests.zoo.mlp import Mlp, adam, build, inputs, minimum_bytes, placed
 from tests.zoo.models import MODELS, ModelCase
 from tests.zoo.torch_optimizers import make_torch_optimizer
@@ -185,4 +186,24 @@ def test_a_model_that_is_built_on_shards(made_on: str | torch.device, place: str
     assert_same_weights(model, plain)
     train(model, ShardedOptimizer(model, adam(model.parameters())))
     train(plain, adam(plain.parameters()))
+    assert_same_weights(model, plain)
+
+
+@everywhere
+@pytest.mark.parametrize("make", ["muon", "adafactor", "lamb", "transformers"])
+def test_an_optimizer_of_whole_tensors_steps_on_the_device(make: str, place: str) -> None:
+    """Wherever states rest; and the average of its weights."""
+    model, plain = wrap(place), build().to(DEVICE)
+    made, plain_optimizers = whole.MAKES[make](model), whole.MAKES[make](plain)
+    optimizer = ShardedOptimizer(model, made, ema=0.9)
+    train(model, optimizer)
+    for step in range(3):
+        loss_of(plain, step).backward()
+        for each in plain_optimizers:
+            each.step()
+            each.zero_grad()
+    assert_same_weights(model, plain)
+    assert optimizer.ema is not None
+    with optimizer.ema.weights():
+        assert not same_bits(loss_of(model, 9), loss_of(plain, 9))
     assert_same_weights(model, plain)

@@ -224,8 +224,8 @@ MUTANTS = [
     Mutant(
         "a parameter has the states that others of its chunk made",
         "ChunkOptimizerState.names_of_update",
-        "self.made[position] if always is None else always",
-        "tuple(self.flats)",
+        "return self.made[position] if always is None else always",
+        "return tuple(self.flats)",
         "tests/features/test_param_groups.py",
     ),
     Mutant(
@@ -262,5 +262,26 @@ MUTANTS = [
         "cast(Any, sharded).shown_groups if is_one_of == 1 else ShownGroups(groups)",
         "ShownGroups(groups)",
         "tests/features/test_param_groups.py::test_a_schedule_of_the_plain_optimizer_moves_groups_that_are_added",
+    ),
+    Mutant(
+        "a clip does not reach tensors that are stepped whole",
+        "TensorExchange._step",
+        "factors.applied(each.grad)",
+        "each.grad",
+        "tests/features/test_several_optimizers.py::test_the_norm_and_the_clip_are_of_all_gradients_together",
+    ),
+    Mutant(
+        "a parameter that moves to another optimizer keeps the states of the first",
+        "ChunkOptimizerState.follow_rules",
+        "self.discard(managed)",
+        "pass",
+        "tests/features/test_several_optimizers.py::test_a_parameter_that_moves_to_another_optimizer_starts_there_from_fresh_state",
+    ),
+    Mutant(
+        "one rank steps all tensors",
+        "owners",
+        "found[number] = rank",
+        "found[number] = 0",
+        "tests/features/test_whole_tensors.py::test_each_matrix_is_orthogonalised_once_a_step_whatever_the_micro_batches",
     ),
 ]
