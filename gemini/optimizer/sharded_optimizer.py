@@ -39,6 +39,7 @@ from gemini.optimizer.step import (
 )
 from gemini.optimizer.update import SCALES_LOSSES
 from gemini.placement.policies import MARGIN
+from gemini.ranks.parts import local_of
 from gemini.runtime.grads import Becomes
 from gemini.settings import Settings
 from optim import prepare
@@ -201,6 +202,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 refuse_clipping(model, f"clip_grad_norm={max_norm:g}")
             # Not the folder: ranks may have folders of other names.
             words = f"{MARGIN}={settings.gpu_margin_mem_ratio}", f"{ON_DISK[0]}={settings.disk_fraction:g}"
+            for group in optimizer.param_groups:  # an optimizer from before the wrap may have `DTensor`s
+                for place, each in enumerate(group["params"]):
+                    group["params"][place] = local_of(each)
             group_of = agreed_groups(manager.step, optimizer, words)
             model.trainability.change_settings(settings, ", ".join(words))
             drop_states(optimizer)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import gemini
 from gemini import (
     DivergenceError,
     HybridAdam,
@@ -350,6 +351,24 @@ def test_a_divided_weight_used_elsewhere_is_refused(rank: int, world_size: int) 
     with refused("'inner.head.weight' is divided by tensor parallelism and used outside of the module that has it"):
         model(divided.batch(0, 0))
     model.close()
+
+
+@on_ranks(4)
+def test_an_engine_takes_the_whole_mesh_and_an_optimizer_from_before(rank: int, world_size: int) -> None:
+    mesh = kept_mesh(2, 2)
+    hashes = []
+    for is_given in (True, False):
+        net = divided.divided(mesh["tp"], divided.build(torch.float32))
+        config: dict[str, Any] = {"stage": 3, "train_batch_size": 8, "clip_grad_norm": 0.5}
+        optimizer = hybrid(net.parameters()) if is_given else hybrid
+        engine, *_ = gemini.initialize(net, optimizer=optimizer, config=config, device_mesh=mesh, verbose=False)
+        assert engine.batch_sizes.micro == 4  # over the ranks with other data alone
+        for step in range(2):
+            engine.backward(divided.loss_of(engine, step, mesh["dp"].get_local_rank()))
+            engine.step()
+        hashes.append(state_hash(engine.model, engine.optimizer))
+        engine.model.close()
+    assert hashes[0] == hashes[1]
 
 
 # -- The page, the example, and a model of Hugging Face.
