@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -369,6 +370,28 @@ def test_an_engine_takes_the_whole_mesh_and_an_optimizer_from_before(rank: int, 
         hashes.append(state_hash(engine.model, engine.optimizer))
         engine.model.close()
     assert hashes[0] == hashes[1]
+
+
+# -- A rank that fails.
+
+
+def one_fails(rank: int, world_size: int, how: str) -> None:
+    mesh = kept_mesh(2, 2)
+    net = divided.divided(mesh["tp"], divided.build(torch.float32))
+    model, optimizer = wrap(mesh["dp"], net, make=hybrid, tensor_placement_policy="cpu")
+    train(model, optimizer, mesh["dp"].get_local_rank(), steps=1)
+    if rank == 3:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.module.blocks[1].register_forward_pre_hook(lambda module, args: 1 / 0)
+    train(model, optimizer, mesh["dp"].get_local_rank(), steps=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_fails_ends_those_with_other_parts_too(ranks: RankPool, how: str) -> None:
+    exits = ranks(4).run(one_fails, how, fresh=True, timeout_s=90)
+    assert [each.exitcode for each in exits] == [1, 1, 1, -signal.SIGKILL if how == "killed" else 1], exits
 
 
 # -- The page, the example, and a model of Hugging Face.
