@@ -357,6 +357,8 @@ class PlainCopies:
         """A copy of `module` with whole CPU tensors for parameters and buffers, without our hooks. Collective.
 
         memo: the memo of the running `copy.deepcopy`, which keeps tied parameters tied.
+
+        Raises UnsupportedError for a module of whose parameters this rank has a part, by tensor parallelism.
         """
         links = {link.managed.index: link for p in module.parameters() if (link := link_of(p)) is not None}
         for link in links.values():

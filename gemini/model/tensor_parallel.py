@@ -26,7 +26,7 @@ from gemini.errors import DivergenceError, UnsupportedError
 from gemini.model.operators import Found, is_compiled
 from gemini.ranks.communicator import Communicator
 from gemini.ranks.mesh import RankMesh
-from gemini.ranks.parts import DTensorLayout, TensorPart, is_dtensor
+from gemini.ranks.parts import DTensorLayout, TensorPart, is_dtensor, note_local
 from gemini.runtime.chunk import Chunk
 
 Places = list[tuple[nn.Module, str]]
@@ -57,6 +57,7 @@ class LocalParameters:
             owner._parameters[leaf] = local
         # Otherwise whoever still has the old parameter, such as an optimizer, would keep its memory alive.
         given._local_tensor = given._local_tensor.new_empty(0)
+        note_local(given, local)
 
     def note_plain(self, parameters: Collection[nn.Parameter], is_first: bool) -> None:
         """These are no `DTensor`s: all parts have copies of them, of which those of the first count."""
@@ -69,6 +70,7 @@ class LocalParameters:
         """Give the module its `DTensor`s back, with what their local tensors are now."""
         for local, given in self._given.items():
             given._local_tensor = local.data
+            note_local(given, None)
             for owner, leaf in self._places[local]:
                 owner._parameters[leaf] = given
         self._given.clear()

@@ -49,6 +49,7 @@ from gemini.optimizer.step import (
 from gemini.optimizer.update import SCALES_LOSSES
 from gemini.optimizer.whole_updates import UPDATES_WHOLE
 from gemini.placement.policies import MARGIN
+from gemini.ranks.parts import local_of
 from gemini.runtime.grads import Becomes
 from gemini.settings import Settings
 from optim import prepare
@@ -248,6 +249,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             words = f"{MARGIN}={settings.gpu_margin_mem_ratio}", f"{ON_DISK[0]}={settings.disk_fraction:g}"
             names = names_of(optimizers)
             groups = [group for each in optimizers for group in each.param_groups]
+            for group in groups:  # an optimizer from before the wrap may have `DTensor`s
+                for place, parameter in enumerate(group["params"]):
+                    group["params"][place] = local_of(parameter)
             refuse_shared_parameters(names, optimizers)
             what = words if ema is None else (*words, f"{ema}")
             group_of = agreed_groups(manager.step, " + ".join(names), groups, what)

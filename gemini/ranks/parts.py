@@ -100,6 +100,22 @@ def is_dtensor(tensor: object) -> bool:
     return dtensors is not None and isinstance(tensor, dtensors.DTensor)
 
 
+_LOCAL = "_gemini_local"  # of a `DTensor` that has given way to a parameter over its local tensor: that one
+
+
+def note_local(given: Tensor, local: Tensor | None) -> None:
+    """`local` has taken the place of the parameter `given`. None: it has its place back."""
+    vars(given).pop(_LOCAL, None)
+    if local is not None:
+        vars(given)[_LOCAL] = local
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """What has taken the place of a parameter that somebody has from before its model was wrapped; else itself."""
+    found: Tensor = vars(parameter).get(_LOCAL, parameter)
+    return found
+
+
 # -- The ranks of the parts.
 
 

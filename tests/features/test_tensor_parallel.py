@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import gemini
 from gemini import (
     DivergenceError,
     HybridAdam,
@@ -352,6 +354,46 @@ def test_a_divided_weight_used_elsewhere_is_refused(rank: int, world_size: int) 
     with refused("'inner.head.weight' is divided by tensor parallelism and used outside of the module that has it"):
         model(divided.batch(0, 0))
     model.close()
+
+
+@on_ranks(4)
+def test_an_engine_takes_the_whole_mesh_and_an_optimizer_from_before(rank: int, world_size: int) -> None:
+    mesh = kept_mesh(2, 2)
+    hashes = []
+    for is_given in (True, False):
+        net = divided.divided(mesh["tp"], divided.build(torch.float32))
+        config: dict[str, Any] = {"stage": 3, "train_batch_size": 8, "clip_grad_norm": 0.5}
+        optimizer = hybrid(net.parameters()) if is_given else hybrid
+        engine, *_ = gemini.initialize(net, optimizer=optimizer, config=config, device_mesh=mesh, verbose=False)
+        assert engine.batch_sizes.micro == 4  # over the ranks with other data alone
+        for step in range(2):
+            engine.backward(divided.loss_of(engine, step, mesh["dp"].get_local_rank()))
+            engine.step()
+        hashes.append(state_hash(engine.model, engine.optimizer))
+        engine.model.close()
+    assert hashes[0] == hashes[1]
+
+
+# -- A rank that fails.
+
+
+def one_fails(rank: int, world_size: int, how: str) -> None:
+    mesh = kept_mesh(2, 2)
+    net = divided.divided(mesh["tp"], divided.build(torch.float32))
+    model, optimizer = wrap(mesh["dp"], net, make=hybrid, tensor_placement_policy="cpu")
+    train(model, optimizer, mesh["dp"].get_local_rank(), steps=1)
+    if rank == 3:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.module.blocks[1].register_forward_pre_hook(lambda module, args: 1 / 0)
+    train(model, optimizer, mesh["dp"].get_local_rank(), steps=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_fails_ends_those_with_other_parts_too(ranks: RankPool, how: str) -> None:
+    exits = ranks(4).run(one_fails, how, fresh=True, timeout_s=90)
+    assert [each.exitcode for each in exits] == [1, 1, 1, -signal.SIGKILL if how == "killed" else 1], exits
 
 
 # -- The page, the example, and a model of Hugging Face.
