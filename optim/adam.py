@@ -312,6 +312,10 @@ class HybridAdam(Optimizer):
         if parameter.dtype not in HALF_DTYPES:
             state.pop("master", None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's has defaults, states and groups only.
+        return {**super().__getstate__(), "state_format": self.state_format}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Groups of torch's optimizers lack keys of ours, and say by `decoupled_weight_decay` whether they are AdamW's.
         # torch's `load_state_dict` calls this without defaults. Unpickling and copying call it with defaults, on an

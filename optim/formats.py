@@ -97,7 +97,7 @@ def format_of_tensor(default: StateFormat, bits: object, numel: int, is_embeddin
     is_embedding: it is looked up by rows, of which most have no gradient in a step, and those that have a large one.
     """
     wanted = {None: default, 32: FP32, 8: EIGHT_BIT}[checked_bits(bits)]
-    if wanted is EIGHT_BIT and (numel < LEAST_NUMEL or (is_embedding and bits is None)):
+    if wanted == EIGHT_BIT and (numel < LEAST_NUMEL or (is_embedding and bits is None)):
         return FP32
     return wanted
 
@@ -154,7 +154,7 @@ class StateLayout:
             if start % BLOCK:
                 raise AssertionError(f"a tensor of a shard starts at element {start}, which is inside a block")
             last = parts[-1] if parts else None
-            if last is not None and last.format is its and last.start + last.num_blocks * BLOCK == start:
+            if last is not None and last.format == its and last.start + last.num_blocks * BLOCK == start:
                 # One part, with the padding between the two.
                 data, scales = last.data_start, last.first_scale
                 parts[-1] = part = last._replace(numel=start + numel - last.start)
@@ -169,7 +169,7 @@ class StateLayout:
     @cached_property
     def is_plain(self) -> bool:
         """All of it is fp32."""
-        return all(part.format is FP32 for part in self.parts)
+        return all(part.format == FP32 for part in self.parts)
 
     def format_at(self, start: int) -> StateFormat:
         """Of the element, which is a tensor's."""

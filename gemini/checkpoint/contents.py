@@ -159,7 +159,7 @@ def _stored_entries(
         in_order = Order.of(managed.stride, managed.shape).is_natural
         by_format.setdefault(its if in_order or not its.has_scales else FP32, []).append((key, managed))
     for its, some in by_format.items():
-        if its is FP32:
+        if its == FP32:
             yield from _entry(chunk, access, some)
             continue
         elements = Elements(access, its)

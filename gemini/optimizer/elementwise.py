@@ -309,7 +309,7 @@ class AdamUpdate:
             format_of_tensor(self._default, group.get("optim_bits"), each.numel, each.index in embeddings)
             for each, group in zip(chunk.parameters, settings, strict=True)
         ]
-        if all(its is FP32 for its in formats) or chunk.dtype is torch.float64:
+        if all(its == FP32 for its in formats) or chunk.dtype is torch.float64:
             return None
         layout = chunk.optim_layout
 

@@ -162,9 +162,40 @@ GEMINI_ALWAYS_INLINE uint32_t largest_of(const float* __restrict values, int64_t
     return largest;
 }
 
+// The constants of a map where each instruction finds them.
+struct Lookups {
+    DynamicMap map;
+#ifdef __AVX512F__
+    // By an element's power of two, from 2**-24 on: the border inside of it, and the decade below that border.
+    static constexpr int least_exponent = 127 - 24;
+    alignas(64) float border[32];
+    alignas(64) int32_t decade[32];
+    alignas(64) float powers[16], sizes[16];  // by decade
+#endif
+
+    explicit Lookups(const DynamicMap& its) : map(its) {
+#ifdef __AVX512F__
+        for (int each = 0; each < 32; ++each) {
+            const uint32_t begin = uint32_t(least_exponent + each) << 23, end = begin + (1u << 23);
+            border[each] = INFINITY;
+            decade[each] = 0;
+            for (int number = 1; number < 7; ++number) {
+                const uint32_t bits = as_bits(its.borders[number]);
+                if (bits < begin) ++decade[each];
+                if (bits >= begin && bits < end) border[each] = its.borders[number];
+            }
+        }
+        for (int each = 0; each < 16; ++each) {
+            powers[each] = each < 7 ? its.powers[each] : 0.0f;
+            sizes[each] = each < 7 ? its.sizes[each] : 0.0f;
+        }
+#endif
+    }
+};
+
 // One block, as optim/reference.py's `quantize_`.
 template <bool is_signed>
-GEMINI_ALWAYS_INLINE void quantize(const float* __restrict values, int64_t count, const DynamicMap& its, uint8_t* __restrict codes,
+GEMINI_ALWAYS_INLINE void quantize(const float* __restrict values, int64_t count, const Lookups& lookups, uint8_t* __restrict codes,
                                    float* scale) {
     const uint32_t largest = largest_of(values, count), magnitude = largest >> 1;
     if (magnitude == 0 || magnitude >= 0x7f800000u) {
@@ -172,12 +203,50 @@ GEMINI_ALWAYS_INLINE void quantize(const float* __restrict values, int64_t count
         std::memset(codes, 0, size_t(count));
         return;
     }
-    const DynamicMap map = its;
+    const DynamicMap map = lookups.map;
     const float divisor = as_float(magnitude | (largest & 1u ? 0u : 0x80000000u));
     const float factor = as_float(magnitude) < 0x1p-64f ? 0x1p64f : 1.0f;
     const float inverse = 1.0f / (divisor * factor);
     *scale = divisor;
-    for (int64_t i = 0; i < count; ++i) {
+    int64_t i = 0;
+#ifdef __AVX512F__
+    const __m512 border0 = _mm512_load_ps(lookups.border), border1 = _mm512_load_ps(lookups.border + 16);
+    const __m512i decade0 = _mm512_load_si512(lookups.decade), decade1 = _mm512_load_si512(lookups.decade + 16);
+    const __m512 powers = _mm512_load_ps(lookups.powers), sizes = _mm512_load_ps(lookups.sizes);
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const int64_t whole = count / 16 * 16;
+    for (; i < whole; i += 16) {
+        const __m512 value =
+            _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(values + i), _mm512_set1_ps(factor)), _mm512_set1_ps(inverse));
+        const __m512 y = is_signed ? _mm512_abs_ps(value) : value;
+        // Negative numbers and those below 2**-24 have the first entry, which is right for what lies above no border.
+        const __m512i exponent = _mm512_srai_epi32(_mm512_castps_si512(y), 23);
+        const __m512i at =
+            _mm512_max_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(Lookups::least_exponent)), _mm512_setzero_si512());
+        const __mmask16 above = _mm512_cmp_ps_mask(y, _mm512_permutex2var_ps(border0, at, border1), _CMP_GT_OQ);
+        __m512i decade = _mm512_permutex2var_epi32(decade0, at, decade1);
+        decade = _mm512_mask_add_epi32(decade, above, decade, _mm512_set1_epi32(1));
+        const __m512 power = _mm512_permutexvar_ps(decade, powers), size = _mm512_permutexvar_ps(decade, sizes);
+        __m512 place = _mm512_sub_ps(_mm512_mul_ps(y, power), _mm512_set1_ps(0.1f));
+        place = _mm512_add_ps(_mm512_mul_ps(place, _mm512_set1_ps(1.0f / 0.9f)), one);
+        place = _mm512_min_ps(_mm512_max_ps(place, one), _mm512_set1_ps(0x1.fffffep0f));
+        __m512i index = _mm512_cvttps_epi32(_mm512_mul_ps(place, size));
+        index = _mm512_sub_epi32(index, _mm512_set1_epi32(map.first));
+        const __mmask16 is_some = _mm512_cmp_ps_mask(y, _mm512_set1_ps(map.borders[0]), _CMP_GT_OQ);
+        const __mmask16 is_top = _mm512_cmp_ps_mask(y, _mm512_set1_ps(map.borders[7]), _CMP_GT_OQ);
+        index = _mm512_maskz_mov_epi32(is_some, index);
+        index = _mm512_mask_mov_epi32(index, is_top, _mm512_set1_epi32(map.top));
+        if constexpr (is_signed) {
+            const __m512i zero = _mm512_set1_epi32(127);
+            const __mmask16 is_negative = _mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_LT_OQ);
+            const __m512i below = _mm512_max_epi32(_mm512_sub_epi32(zero, index), _mm512_setzero_si512());
+            index = _mm512_mask_mov_epi32(_mm512_add_epi32(zero, index), is_negative, below);
+            index = _mm512_xor_si512(index, zero);
+        }
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(index));
+    }
+#endif
+    for (; i < count; ++i) {
         const float value = (values[i] * factor) * inverse;
         const float y = is_signed ? std::fabs(value) : value;
         float power = map.powers[0], size = map.sizes[0];
@@ -207,7 +276,8 @@ inline void dequantize(const uint8_t* __restrict codes, int64_t count, const flo
     __m512 part[16];
     for (int each = 0; each < 16; ++each) part[each] = _mm512_loadu_ps(entries + 16 * each);
     const __m512 scales = _mm512_set1_ps(scale);
-    for (; i + 16 <= count; i += 16) {
+    const int64_t whole = count / 16 * 16;
+    for (; i < whole; i += 16) {
         const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
         const auto pair = [&](int each) { return _mm512_permutex2var_ps(part[2 * each], code, part[2 * each + 1]); };
         const __mmask16 bit5 = _mm512_test_epi32_mask(code, _mm512_set1_epi32(32));
@@ -228,6 +298,7 @@ void update_blocks(const AdamPiece& piece, const AdamScalars& scalars, const Dyn
     const AdamScalars s = scalars;
     alignas(64) float first[moment_block], second[moment_block];
     Streams<layout, Grad, uint8_t> stored(piece, begin);
+    const Lookups first_map(maps.exp_avg), second_map(maps.exp_avg_sq);
     float* first_scale = piece.exp_avg_scale + begin / moment_block;
     float* second_scale = piece.exp_avg_sq_scale + begin / moment_block;
     for (int64_t left = end - begin; left > 0; left -= moment_block, ++first_scale, ++second_scale) {
@@ -238,12 +309,12 @@ void update_blocks(const AdamPiece& piece, const AdamScalars& scalars, const Dyn
         const Streams<layout, Grad, float> at(stored, first, second);
         if (count == moment_block) {
             update_some<layout, decay>(at, s, moment_block);
-            quantize<true>(first, moment_block, maps.exp_avg, stored.exp_avg, first_scale);
-            quantize<false>(second, moment_block, maps.exp_avg_sq, stored.exp_avg_sq, second_scale);
+            quantize<true>(first, moment_block, first_map, stored.exp_avg, first_scale);
+            quantize<false>(second, moment_block, second_map, stored.exp_avg_sq, second_scale);
         } else {
             update_some<layout, decay>(at, s, count);
-            quantize<true>(first, count, maps.exp_avg, stored.exp_avg, first_scale);
-            quantize<false>(second, count, maps.exp_avg_sq, stored.exp_avg_sq, second_scale);
+            quantize<true>(first, count, first_map, stored.exp_avg, first_scale);
+            quantize<false>(second, count, second_map, stored.exp_avg_sq, second_scale);
         }
         stored.advance(count);
     }
