@@ -229,7 +229,7 @@ class AdamPiece(NamedTuple):
         return "whole, bf16" if self.half.dtype == torch.bfloat16 else "whole, fp16"
 
     def narrow(self, start: int, length: int) -> AdamPiece:
-        """Elements [start, start + length), as views."""
+        """Elements [start, start + length), as views. Raises ValueError if that cuts a block of 8-bit moments."""
         parts = {name: tensor.detach().narrow(0, start, length) for name, tensor in self.tensors.items()}
         if self.exp_avg_scale is not None and self.exp_avg_sq_scale is not None:
             if start % BLOCK:

@@ -189,6 +189,7 @@ class _Load:
         self._source = source
         self._manifest = source.manifest
         self._manager = model.chunk_manager
+        self._everyone = self._manager.communicator.everyone
         self._states = States(self._manager)
         self._first_names = self._tied_names()
         self._names = self._names_in_file()
@@ -196,7 +197,7 @@ class _Load:
 
     def check(self, scheduler: Any, data: Any) -> _Fitting:
         """See whether everything fits. Local; changes nothing. Raises CheckpointError, ValueError or KeyError."""
-        manifest, rank = self._manifest, self._manager.communicator.everyone.rank
+        manifest, rank = self._manifest, self._everyone.rank
         self._check_tensors()
         self._check_expanded()
         its = self._source.ranks[rank] if rank < manifest.world_size else None
@@ -381,8 +382,7 @@ class _Load:
 
     def _plain_stored(self) -> Iterator[tuple[str, Tensor, StoredTensor]]:
         """Tensors in no chunk, and what they become: this rank's own, where it has saved others than rank 0's."""
-        everyone = self._manager.communicator.everyone
-        rank, is_alike = everyone.rank, self._manifest.world_size == everyone.world_size
+        rank, is_alike = self._everyone.rank, self._manifest.world_size == self._everyone.world_size
         for name, value in self._plain_tensors():
             key = WEIGHT + self._names.get(name, name)
             own = self._source.tensors.get(rank_key(rank, key)) if is_alike else None

@@ -49,7 +49,7 @@ class LocalParameters:
         """Whether any parameter was a `DTensor`."""
         return bool(self._given)
 
-    def take(self, places: Places, given: Any, part: TensorPart) -> None:
+    def add_local(self, places: Places, given: Any, part: TensorPart) -> None:
         """Put a plain parameter over the local tensor in the place of `given`, which holds no memory from then on."""
         local = nn.Parameter(given._local_tensor.detach(), requires_grad=given.requires_grad)
         self.parts[local], self._places[local], self._given[local] = part, places, given
@@ -201,7 +201,7 @@ def local_parameters(
         mesh = _with_parts(name, parameter, mesh)
     try:
         for parameter, (_, places) in found.items():
-            locals_.take(places, parameter, parts[parameter])
+            locals_.add_local(places, parameter, parts[parameter])
         if len(mesh.parts) > 1:
             rest = [each for each in module.parameters() if each not in ignored]
             locals_.note_plain(rest, mesh.parts[0] == dist.get_rank())

@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "the second copy in a node stays after an update",
-        "ParamStore.before_update",
+        "ParamStore.make_stale",
         "self.rules.outdate(chunk.index)",
         "pass",
         "tests/features/test_secondary_shards.py::test_results_are_those_of_plain_zero_at_every_place",
