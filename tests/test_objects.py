@@ -164,7 +164,7 @@ def test_the_objects_of_a_model_form_no_circle(rank: int, world_size: int, setti
         below = {id(each) for part in parts for each in reached_from(part).values()}
         assert {id(model._hooks), id(model.chunk_manager), id(model.chunk_manager.step)} <= below | set(map(id, parts))
         model.chunk_manager.memory.work.finish()
-        optimizer.state_dict()  # waits for writes to a disk, which are objects of their own as long as they are under way
+        optimizer.state_dict()  # waits for writes to a disk, which are objects of their own until they are over
         wrong = [names_in(each) for each in circles([optimizer, *parts])]
         model.close()
     assert [each for each in wrong if each not in ALLOWED_CIRCLES] == []

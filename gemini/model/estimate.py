@@ -142,8 +142,10 @@ def states_per_element(module: nn.Module, optimizer: str) -> float:
     for each in module.parameters():
         if each.requires_grad:
             its = format_of_tensor(format_named(optimizer), None, each.numel(), id(each) in embeddings)
-            numel += each.numel()
-            num_bytes += -(-each.numel() // ALIGNMENT) * its.block_bytes
+            # With its padding, which a plan counts among the elements.
+            num_blocks = -(-each.numel() // ALIGNMENT)
+            numel += num_blocks * ALIGNMENT
+            num_bytes += num_blocks * its.block_bytes
     return OPTIM_STATES * num_bytes / (FP32.dtype.itemsize * numel) if numel else OPTIM_STATES
 
 

@@ -143,6 +143,15 @@ def test_states_of_another_optimizer_than_adam_are_counted() -> None:
     assert 2 * its.device["optim"] == estimate_memory(Mlp()).device["optim"]
 
 
+def test_moments_of_fewer_bits_are_counted_by_name() -> None:
+    _, shown = run(SMALL, "--ranks", "1", "--stage", "3", "--optimizer", "bf16", "--json")
+    device = json.JSONDecoder().raw_decode(shown)[0]["3"]["device"]
+    assert device == estimate_memory(Mlp(), optimizer="bf16").device
+    assert device["optim"] < 0.6 * estimate_memory(Mlp()).device["optim"]
+    code, shown = run(SMALL, "--optimizer", "lion")
+    assert code == 2 and "optimizer must be one of adam, 8bit, bf16, sgd, found 'lion'" in shown
+
+
 def test_a_budget_that_is_too_small_is_said_and_an_error_if_no_stage_fits() -> None:
     code, shown = run(SMALL, "--model-data-memory", "1KiB")
     assert code == 1

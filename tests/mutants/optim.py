@@ -31,4 +31,18 @@ MUTANTS = [
         "torch.device(piece.weight.device.type)",
         "tests/pure/test_optim_dispatch.py",
     ),
+    Mutant(
+        "a block of 8-bit moments loses the sign of its scale",
+        "quantize_",
+        "torch.where((x == magnitude).any(dim=1, keepdim=True), magnitude, -magnitude)",
+        "magnitude",
+        "tests/pure/test_small_moments.py::test_a_block_without_gradient_decays_by_beta_and_its_bytes_stay",
+    ),
+    Mutant(
+        "embeddings have moments of 8 bits",
+        "format_of_tensor",
+        "is_embedding and bits is None",
+        "False",
+        "tests/features/test_small_states.py",
+    ),
 ]
