@@ -22,7 +22,6 @@ from rich.table import Table
 
 from benchmarks.cpu_cases import Case, build, ours, plain
 from benchmarks.launch import RankFailed, run_ranks
-from gemini.runtime.arrivals import Arrivals
 from gemini.runtime.params import ParamStore
 from gemini.runtime.reduce import Reductions
 from gemini.runtime.step import Payloads
@@ -34,8 +33,7 @@ RESULTS = Path(__file__).parent / "results"
 TIMED: dict[type, tuple[str, ...]] = {
     Payloads: ("fetch", "fetch_ahead"),
     ParamStore: ("depart", "arrive"),
-    Arrivals: ("add",),
-    Reductions: ("reduce", "end_backward"),
+    Reductions: ("take_gradient", "end"),
     Collectives: ("start_all_gather", "start_reduce_scatter", "all_reduce_sum_", "all_reduce_max_", "check"),
 }
 """Methods whose time is told."""

@@ -40,6 +40,11 @@ def update(
         module.adam(raw, tuple(scalars), _maps(), num_threads or cpu_extension.num_threads(), level or levels()[0])
 
 
+def prepare() -> None:
+    """Make the tables that updates read. Raises nothing of its own."""
+    _maps()
+
+
 @cache
 def _maps() -> tuple[tuple[int, tuple[float, ...]], ...]:
     """The maps of 8-bit moments, whose entries are kept for ever."""

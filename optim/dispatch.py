@@ -67,9 +67,11 @@ def has_triton() -> bool:
 
 
 def prepare(device: torch.device) -> None:
-    """Find out which kernels work on `device`, so that no step is delayed by a first compilation."""
+    """Find out which kernels work on `device`, and make what they keep: no step allocates it, or waits for it."""
     if device.type == "cuda":
         has_triton()
+    if cpu_adam.is_available():
+        cpu_adam.prepare()
 
 
 def _launch_once() -> None:

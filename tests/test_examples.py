@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -92,14 +93,16 @@ def test_a_budget_that_is_too_small_ends_all_ranks_with_one_message() -> None:
 
 
 @pytest.fixture(scope="module")
-def example() -> ModuleType:
+def example() -> Iterator[ModuleType]:
     """The script as a module, to try what a good core never gives it."""
     spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = module  # dataclasses and typer look their annotations up there
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))  # where a script finds its neighbours
+        patch.setitem(sys.modules, "train_gpt", module)  # dataclasses and typer look their annotations up there
+        spec.loader.exec_module(module)
+        yield module
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,14 @@ def tied_aliases(module: nn.Module) -> Iterator[list[Tie]]:
         raise
 
 
+@contextmanager
+def checked_aliases(module: nn.Module, ignored: frozenset[nn.Parameter]) -> Iterator[list[Tie]]:
+    """`tied_aliases` of a module that can be wrapped. Raises what `check_module` raises, which reads no memory."""
+    check_module(dict(module.named_parameters()), ignored)
+    with tied_aliases(module) as ties:
+        yield ties
+
+
 def tie_aliases(module: nn.Module) -> list[Tie]:
     """Merge parameters that have the same memory into one parameter.
 
@@ -313,9 +321,8 @@ class ShardedModel(FsdpMethods):
         check_dtype("output_dtype", output_dtype)
         ignored = ignored_in(module, settings)
         mesh = ranks_in(process_group, device_mesh)
-        with local_parameters(module, mesh, ignored) as (local, mesh), tied_aliases(module) as ties:
+        with local_parameters(module, mesh, ignored) as (local, mesh), checked_aliases(module, ignored) as ties:
             by_name = dict(module.named_parameters())
-            check_module(by_name, ignored)
             warn_of_ties(ties)
             if ties:  # a name that is ignored may be that of another parameter now
                 by_name, ignored = dict(module.named_parameters()), ignored_in(module, settings)

@@ -121,9 +121,10 @@ def summarize(
     bits = _bits_of(settings)
     numbers = torch.tensor([step.grads.num_backwards, *words, *bits, *readings], dtype=torch.int64, device="cpu")
     both = torch.cat([limbs, numbers])
-    both = both.to(device) if communicator.world_size > 1 else both  # one rank needs no copy to the device
-    communicator.all_reduce_sum_(both, "gradient summary")
-    both = both.cpu()
+    # One rank needs no copy to the device.
+    there = both.to(device) if communicator.world_size > 1 or communicator.is_divided else both
+    communicator.all_reduce_sum_(there, "gradient summary")
+    both = there.cpu()
     num_limbs = limbs.numel()
     num_backwards, *counts = both[num_limbs:].tolist()
     counts, bits, readings = counts[: len(words)], counts[len(words) :][: len(bits)], counts[len(words) + len(bits) :]
@@ -132,13 +133,14 @@ def summarize(
     _refuse_other_settings(communicator, settings, bits)
     # These figures, too, come from sums over ranks, so that ranks cannot decide differently.
     bad = [index for index, word in enumerate(counts) if word >= _NON_FINITE]
+    limbs, num_bad = both[:num_limbs], len(bad)
     # Ranks that have other parts of the model are in no group with these: one norm, and one decision, is for all.
-    of_model = torch.cat([both[:num_limbs], torch.tensor([len(bad)], dtype=torch.int64, device="cpu")])
     if communicator.is_divided:
-        of_model = of_model.to(device)
+        # In memory that is there: a rank that found none now would fail alone, where its group has agreed.
+        of_model = there[: num_limbs + 1]
+        of_model[num_limbs] = num_bad
         communicator.sum_over_parts_(of_model)
-        of_model = of_model.cpu()
-    limbs = of_model[:num_limbs]
+        limbs, num_bad = of_model[:num_limbs].cpu(), int(of_model[num_limbs])
     if norm_type == 2.0:
         norm = norm_from_limbs(limbs)
     else:
@@ -159,7 +161,7 @@ def summarize(
         has_gradient,
         bad[0] if bad else None,
         -(-num_backwards // communicator.world_size),
-        is_bad_elsewhere=int(of_model[-1]) > len(bad),
+        is_bad_elsewhere=num_bad > len(bad),
     )
 
 

@@ -225,7 +225,7 @@ def test_a_backward_that_fails_at_its_end_leaves_no_gradient() -> None:
     optimizer = ShardedOptimizer(model, adam(model.parameters()))
     reductions = type(model.chunk_manager.step.reductions)
     refused = BudgetError("no room for a sum", tier="host")
-    with mock.patch.object(reductions, "_end", side_effect=refused), pytest.raises(BudgetError):
+    with mock.patch.object(reductions, "end", side_effect=refused), pytest.raises(BudgetError):
         loss_of(model).backward()
     with pytest.warns(UserWarning, match="a backward ended with an exception"):
         optimizer.step()

@@ -101,7 +101,7 @@ def test_an_evaluation_inside_a_window_changes_nothing_of_it() -> None:
     ("arguments", "error", "words"),
     [
         ({"optimizer": "adam"}, TypeError, "optimizer='adam' is a name, which belongs into the config"),
-        ({"optimizer": 3}, TypeError, "optimizer must be an optimizer, or a callable that makes one, found 3"),
+        ({"optimizer": 3}, TypeError, "or a callable that makes one, found 3"),
         ({"criterion": "mse"}, TypeError, "criterion must be a function of outputs and labels, found 'mse'"),
         ({"lr_scheduler": "cosine"}, TypeError, "lr_scheduler must be a schedule, or a callable that makes one"),
     ],

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -214,11 +215,17 @@ class _Group:
 
     def stacks(self, ranks: list[int]) -> str:
         """Every thread's stack of ranks that hang; faulthandler writes them even while the GIL is held."""
+        # Before the signal, which ends a process whose faulthandler has ended.
+        kernels = [_kernel_of(self.processes[rank].pid) for rank in ranks]
+        forked_by = getattr(
+            getattr(forkserver, "_forkserver", None), "_forkserver_pid", None
+        )  # it reaps ranks, and tells us how they ended
+        kernels.append(f"---- their parent: {_kernel_of(forked_by)}")
         for rank in ranks:
             with contextlib.suppress(OSError, TypeError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
-        return "\n".join([self.log_tails(ranks), *(_threads_of(self.processes[rank].pid) for rank in ranks)])
+        return "\n".join([self.log_tails(ranks), *kernels])
 
     def log_tails(self, ranks: list[int], num_lines: int = 60) -> str:
         return "\n".join(
@@ -241,12 +248,12 @@ class _Group:
         deadline = time.monotonic() + 30
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
+        codes = [_code_of(process) for process in self.processes]
         late = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
         if late:
-            sys.stderr.write(f"ranks {late} of {self.world_size} do not exit\n{self.stacks(late)}\n")
-        codes = [process.exitcode if process.exitcode is not None else -signal.SIGKILL for process in self.processes]
+            sys.stderr.write(f"ranks {late} of {self.world_size} do not exit: {codes}\n{self.stacks(late)}\n")
         self.kill()
-        return codes
+        return [-signal.SIGKILL if code is None else code for code in codes]
 
     def _close(self) -> None:
         for process in self.processes:
@@ -257,13 +264,26 @@ class _Group:
         self._folder.cleanup()
 
 
-def _threads_of(pid: int | None) -> str:
+def _kernel_of(pid: int | None) -> str:
     """Where the kernel has a process and its threads: once Python has ended, nothing else tells why it stays."""
     found = []
     with contextlib.suppress(OSError):
         for each in sorted(Path(f"/proc/{pid}/task").iterdir()):
-            found.append(f"{(each / 'comm').read_text().strip()} in {(each / 'wchan').read_text()}")
-    return f"---- threads of process {pid}: {', '.join(found) or 'none'}"
+            state, parent = (each / "stat").read_text().rpartition(")")[2].split()[:2]
+            place = (each / "wchan").read_text()
+            found.append(f"{(each / 'comm').read_text().strip()} {state} in {place}, child of {parent}")
+    return f"---- threads of process {pid}: {'; '.join(found) or 'none'}"
+
+
+def _code_of(process: Any) -> int | None:
+    """The exit code of a process; None: it runs. A zombie has ended, also where nobody has told of it so far."""
+    if process.exitcode is not None:
+        return int(process.exitcode)
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] == "Z":
+            return os.waitstatus_to_exitcode(int(fields[49]))
+    return None
 
 
 def _run_fresh(

@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "the norm counts one rank only",
         "summarize",
-        'communicator.all_reduce_sum_(both, "gradient summary")',
+        'communicator.all_reduce_sum_(there, "gradient summary")',
         "",
         f"{TWO_RANKS}[gpt2]",
     ),
