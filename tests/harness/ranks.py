@@ -246,18 +246,18 @@ class _Group:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(pickle.dumps(None))
         deadline = time.monotonic() + 30
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = [_code_of(process) for process in self.processes]
-        late = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        while None in (codes := [_code_of(process) for process in self.processes]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        late = [rank for rank, code in enumerate(codes) if code is None]
         if late:
-            sys.stderr.write(f"ranks {late} of {self.world_size} do not exit: {codes}\n{self.stacks(late)}\n")
+            sys.stderr.write(f"ranks {late} of {self.world_size} do not exit\n{self.stacks(late)}\n")
         self.kill()
         return [-signal.SIGKILL if code is None else code for code in codes]
 
     def _close(self) -> None:
         for process in self.processes:
-            process.join(10)
+            if _code_of(process) is None:
+                process.join(10)
             _living.discard(process)
         for pipe in self.pipes:
             pipe.close()
@@ -276,7 +276,11 @@ def _kernel_of(pid: int | None) -> str:
 
 
 def _code_of(process: Any) -> int | None:
-    """The exit code of a process; None: it runs. A zombie has ended, also where nobody has told of it so far."""
+    """The exit code of a process; None: it runs.
+
+    A zombie has ended, also where its parent has not told us: a fork server was seen in the kernel for more than a
+    minute while it waited for a child that had ended (`wait4`, 80 s of system time).
+    """
     if process.exitcode is not None:
         return int(process.exitcode)
     with contextlib.suppress(OSError):
