@@ -245,8 +245,13 @@ class _Group:
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(pickle.dumps(None))
-        deadline = time.monotonic() + 30
-        while None in (codes := [_code_of(process) for process in self.processes]) and time.monotonic() < deadline:
+        started = time.monotonic()
+        while None in (codes := [_code_of(process) for process in self.processes]):
+            living = [
+                each for each, code in zip(self.processes, codes, strict=True) if code is None and not _is_gone(each)
+            ]
+            if time.monotonic() - started > (30 if living else 240):
+                break
             time.sleep(0.02)
         late = [rank for rank, code in enumerate(codes) if code is None]
         if late:
@@ -276,10 +281,10 @@ def _kernel_of(pid: int | None) -> str:
 
 
 def _code_of(process: Any) -> int | None:
-    """The exit code of a process; None: it runs.
+    """The exit code of a process; None: it runs, or is gone and nobody has told its code so far.
 
     A zombie has ended, also where its parent has not told us: a fork server was seen in the kernel for more than a
-    minute while it waited for a child that had ended (`wait4`, 80 s of system time).
+    minute (80 s of system time in one `wait4`) while it reaped a child that was gone, and others had ended.
     """
     if process.exitcode is not None:
         return int(process.exitcode)
@@ -288,6 +293,11 @@ def _code_of(process: Any) -> int | None:
         if fields[0] == "Z":
             return os.waitstatus_to_exitcode(int(fields[49]))
     return None
+
+
+def _is_gone(process: Any) -> bool:
+    """Whether the kernel knows of no such process any more."""
+    return not Path(f"/proc/{process.pid}").exists()
 
 
 def _run_fresh(
