@@ -12,7 +12,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainValidator,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -67,10 +66,10 @@ def module_named(key: Any) -> Any:
     return getattr(nn, name)
 
 
-_WHOLE = ("chunk_size", "shard_group_size", "secondary_group_size", *COUNTS, *QUANTIZED)
+_WHOLE = ("chunk_size", *COUNTS, *QUANTIZED)
 
 
-def _checked(value: Any, info: ValidationInfo) -> Any:
+def setting(value: Any, info: ValidationInfo) -> Any:
     """The value of one field, as `Settings` takes it. Raises ValueError with the words of `Settings`."""
     name = info.field_name or ""
     if name == "dtype" and isinstance(value, Mapping):
@@ -88,9 +87,6 @@ def _checked(value: Any, info: ValidationInfo) -> Any:
     # pydantic collects a validator's ValueError with those of other fields. A TypeError would end its checks.
     except TypeError as error:
         raise ValueError(str(error)) from error
-
-
-Setting = PlainValidator(_checked)
 
 
 # -- Keys of another library's config, and how they become fields of ours.
