@@ -24,9 +24,10 @@ from pydantic.fields import FieldInfo
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from gemini.engine.config.key import SCHEDULES, Number, Whole, dtype_named, setting
+from gemini.engine.config.key import Number, Whole, dtype_named, setting
 from gemini.engine.config.muon import muon_beside_adam
 from gemini.engine.config.read import nearest, problems_of
+from gemini.engine.config.schedules import SCHEDULES
 from gemini.optimizer.averages import Ema, checked_ema
 from gemini.optimizer.elementwise import TESTED
 from gemini.optimizer.step import LossScale
@@ -279,19 +280,19 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 class LossScaleConfig(_ConfigPart):
     """How losses are scaled where trainable weights are fp16: the arguments of `ShardedOptimizer`."""
 
-    initial_scale: Number = 2.0**16
+    initial_scale: Number = LossScale.initial_scale
     """Factor of the first step."""
-    min_scale: Number = 1.0
+    min_scale: Number = LossScale.min_scale
     """The factor never falls below it."""
-    growth_factor: Number = 2.0
+    growth_factor: Number = LossScale.growth_factor
     """What the factor is multiplied by after `growth_interval` steps without a non-finite gradient."""
-    backoff_factor: Number = 0.5
+    backoff_factor: Number = LossScale.backoff_factor
     """What the factor is multiplied by after steps that were skipped."""
-    growth_interval: Whole = 1000
+    growth_interval: Whole = LossScale.growth_interval
     """Optimizer steps."""
-    hysteresis: Whole = 2
+    hysteresis: Whole = LossScale.hysteresis
     """Steps that are skipped before the factor falls."""
-    max_scale: Number = 2.0**32
+    max_scale: Number = LossScale.max_scale
     """The factor never rises above it."""
 
     @property

@@ -19,7 +19,8 @@ from pydantic import BaseModel
 
 from gemini.engine.config import colossal_keys, deepspeed_keys
 from gemini.engine.config.config import Config, section_of
-from gemini.engine.config.key import SCHEDULES, Key, MappedTo, NoEffect, Table
+from gemini.engine.config.key import Key, MappedTo, NoEffect, Table
+from gemini.engine.config.schedules import SCHEDULES
 from gemini.settings import Settings
 
 
