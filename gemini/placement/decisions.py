@@ -61,6 +61,11 @@ class Decisions:
         """Model data that the device holds at its peak on each rank."""
         return self.placement.device_bytes(self.demand)
 
+    @property
+    def spare_device_bytes(self) -> int | None:
+        """What the plan leaves of the device's budget. None: there is no bound."""
+        return None if self.budget.device is None else self.budget.device - self.device_bytes
+
     @cached_property
     def host_bytes(self) -> int:
         """Bytes at rest on the host on each rank."""
