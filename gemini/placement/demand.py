@@ -74,6 +74,11 @@ class Dtype:
         """Whether weights of this dtype have fp32 masters."""
         return self.name in ("float16", "bfloat16")
 
+    @property
+    def summed(self) -> Dtype:
+        """In which ranks add gradients that travel in this dtype."""
+        return FLOAT32 if self.is_half else self
+
 
 FLOAT32 = Dtype("float32", 4)
 
@@ -97,11 +102,6 @@ class ChunkDtypes:
     def rests_as_is(self) -> bool:
         """Whether the reduced gradient has the weights' dtype."""
         return self.rest == self.weight
-
-    @property
-    def summed(self) -> Dtype:
-        """In which the gradients of several ranks are added."""
-        return FLOAT32 if self.travel.is_half else self.travel
 
     def arriving(self, is_alone: bool) -> Dtype:
         """In which a gradient leaves the device for a home on the host. is_alone: there is one rank."""

@@ -72,7 +72,7 @@ def tile_bytes(travel: Dtype, rest: Dtype, rests_whole: bool, layout: ShardLayou
     layout: the chunk's. They hold the send and the receive buffer, the mean, the fp32 sum that is rounded to it, the
     means of all ranks if every rank keeps the whole gradient, and what replicas need beside.
     """
-    summed, all_numel = FLOAT32 if travel.is_half else travel, layout.world_size * numel
+    summed, all_numel = travel.summed, layout.world_size * numel
     if layout.wire is not None:
         return _encoded_tile_bytes(rest, rests_whole, layout, numel)
     pieces = [all_numel * travel.itemsize] * 2 + [numel * rest.itemsize]
@@ -129,7 +129,8 @@ def whole_exchange_bytes(chunk: ChunkFacts, stage: int) -> int:
     if dtypes.rest != dtypes.weight and stage == 0:
         pieces.append(layout.numel * dtypes.rest.itemsize)
     # One tile of the sum, if the result is rounded from it.
-    summed, rounds = dtypes.summed, dtypes.rest != dtypes.summed
+    summed = dtypes.travel.summed
+    rounds = dtypes.rest != summed
     if rounds:
         pieces.append(summed.itemsize * min(layout.shard_numel, SUM_TILE_NUMEL))
     if layout.wire is None:

@@ -66,7 +66,8 @@ class Traffic:
         self.exchange(Exchange.REDUCE, layout.traveling_bytes(layout.numel, dtypes.travel.itemsize), launches)
         if layout.num_replicas > 1:
             # A sum is sent in the dtype in which it is added, and comes back in that in which it rests.
-            both = (layout.traveling_bytes(layout.shard_numel, each.itemsize) for each in (dtypes.summed, dtypes.rest))
+            summed = dtypes.travel.summed
+            both = (layout.traveling_bytes(layout.shard_numel, each.itemsize) for each in (summed, dtypes.rest))
             self.exchange(Exchange.REPLICAS, sum(both), launches)
 
     def clear(self) -> None:
