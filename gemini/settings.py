@@ -23,6 +23,20 @@ from optim import HALF_DTYPES
 from optim.adam import refuse_unknown_arguments
 from sharding import ShardStrategy, WireFormat, resolve_strategy
 
+# Names of dtypes in configs. The first ones are also those of the command line.
+SHORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    **SHORT_DTYPES,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfp16": torch.bfloat16,  # DeepSpeed's spelling in `communication_data_type`
+    "bfloat16": torch.bfloat16,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+    "double": torch.float64,
+}
 CASTABLE_DTYPES = (torch.float32, *HALF_DTYPES)
 _DTYPES = (*CASTABLE_DTYPES, torch.float64)
 BUDGETS = ("device_memory", "model_data_memory", "host_memory")
@@ -529,10 +543,8 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 def check_dtype(name: str, dtype: torch.dtype | None, valid: tuple[torch.dtype, ...] = _DTYPES) -> None:
     """Raises ValueError unless weights can be of this dtype."""
     if dtype is not None and dtype not in valid:
-        meant = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-        text = meant.get(str(dtype), dtype)
-        means = [each for each in valid if str(each) in (text, f"torch.{text}")]
-        advice = f": write {means[0]}" if means else ""
+        meant = DTYPES.get(str(dtype).removeprefix("torch."))
+        advice = f": write {meant}" if meant in valid else ""
         raise ValueError(f"{name} must be None or one of {', '.join(map(str, valid))}, found {dtype!r}{advice}")
 
 

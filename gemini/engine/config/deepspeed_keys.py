@@ -20,7 +20,6 @@ from gemini.engine.config.key import (
     MappedTo,
     NoEffect,
     Number,
-    OptimizerOnHostPolicy,
     Refused,
     Section,
     Table,
@@ -30,6 +29,7 @@ from gemini.engine.config.key import (
     none_if_zero,
 )
 from gemini.engine.config.read import Problem
+from gemini.placement.policies import OptimizerOnHostPolicy
 
 # -- The keys of DeepSpeed's `zero_optimization`, and what becomes of each here.
 
