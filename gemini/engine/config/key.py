@@ -137,6 +137,9 @@ class Refused:
         return value in self.unless if isinstance(self.unless, tuple) else self.unless(value)
 
 
+Effect = MappedTo | NoEffect | Refused
+
+
 @dataclass(frozen=True)
 class Key:
     """One row of a table.
@@ -151,7 +154,7 @@ class Key:
 
     path: str
     values: Any
-    effect: MappedTo | NoEffect | Refused
+    effect: Effect
     spellings: tuple[str, ...] = ()
     auto: str = ""
 
