@@ -60,6 +60,11 @@ def was_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def rank_on_machine() -> int:
+    """This rank's number among those of its machine, as the launcher counts them; 0 without one. Local."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def check_group(process_group: Any) -> None:
     """Raises TypeError for what is neither a process group nor None. Local."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
@@ -180,7 +185,7 @@ def _join(backend: str | None, seed: int | None, rank_timeout: float, verbose: b
     """Make the process group of the ranks that the environment names. why: what else rank 0 says of it."""
     if dist.is_initialized():
         raise UnsupportedError("a process group exists already: launch_from_...() or init_process_group(), not both")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = rank_on_machine()
     has_gpus = torch.accelerator.is_available()
     if has_gpus:
         # Otherwise every rank of this machine would use its first device.

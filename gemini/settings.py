@@ -529,6 +529,12 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raises ValueError unless this is an integer of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, found {value!r}")
+
+
 def dtype_of(dtype: torch.dtype) -> Dtype:
     """A dtype of torch as planning sees it."""
     return Dtype(str(dtype).removeprefix("torch."), dtype.itemsize)

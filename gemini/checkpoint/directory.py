@@ -19,6 +19,7 @@ from gemini.errors import CheckpointError, GeminiError
 from gemini.log import get_dist_logger
 from gemini.memory.direct import write_all
 from gemini.ranks.parts import AllRanks
+from gemini.settings import check_count
 
 # -- What each rank does on files by itself: all ranks learn of a failure, and none waits for one that has failed.
 
@@ -100,8 +101,8 @@ class Keep:
 
     def __post_init__(self) -> None:
         for name, value in (("last", self.last), ("every", self.every)):
-            if (value is not None or name == "last") and (type(value) is not int or value < 1):
-                raise ValueError(f"keep: {name} must be an integer of at least 1, found {value!r}")
+            if value is not None or name == "last":
+                check_count(f"keep: {name}", value)
 
 
 class Directory:

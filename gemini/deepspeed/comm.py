@@ -6,7 +6,6 @@ it, as it does where DeepSpeed makes a group of one. Everything else is `torch.d
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gemini.elsewhere import missing
-from gemini.launch import launch_from_torch
+from gemini.launch import launch_from_torch, rank_on_machine
 from optim.adam import refuse_unknown_arguments
 
 _BY_ENVIRONMENT = (
@@ -68,7 +67,7 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 def get_local_rank() -> int:
     """This rank's number among those of its machine, as the launcher counts them; 0 without one. Local."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return rank_on_machine()
 
 
 def barrier(group: dist.ProcessGroup | None = None, **options: Any) -> Any:

@@ -23,7 +23,7 @@ from gemini.placement.demand import OPTIM_STATES, Kind
 from gemini.placement.needs import Packed
 from gemini.placement.plan import Plan
 from gemini.placement.search import plan_training
-from gemini.settings import Options, Settings, Strategy
+from gemini.settings import Options, Settings, Strategy, check_count
 from optim import FP32, format_named, format_of_tensor
 from sharding import ALIGNMENT
 
@@ -109,10 +109,8 @@ def estimate_memory(
         >>> estimate_memory(module, world_size=8, dtype=torch.bfloat16).state_bytes
         1838592
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size must be an integer of at least 1, found {world_size!r}")
-    if isinstance(optim_states, bool) or not isinstance(optim_states, int) or optim_states < 0:
-        raise ValueError(f"optim_states must be an integer of at least 0, found {optim_states!r}")
+    check_count("world_size", world_size)
+    check_count("optim_states", optim_states, least=0)
     others = "model", "world_size", "optim_states", "optimizer", "settings"
     settings = Settings.of("estimate_memory", *others, settings=settings, shard_strategy=shard_strategy, **options)
     settings = settings.over(world_size)

@@ -5,8 +5,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from tests.harness.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[0]
@@ -73,15 +76,24 @@ def test_the_first_example_shares_its_model_over_the_ranks_of_torchrun(tmp_path:
     assert out.count("home True") == 2
 
 
+def train_undisturbed(rank: int, world_size: int, folder: str) -> None:
+    """The script on the ranks of the tests, where starting them costs nothing."""
+    with mock.patch.object(sys, "argv", ["killed.py", folder, "-1"]):
+        exec(KILLED, {"__name__": "killed"})
+
+
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.soak)])
-def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint(tmp_path: Path, victim: int) -> None:
+def test_ranks_that_torchrun_starts_again_go_on_from_the_last_checkpoint(
+    tmp_path: Path, ranks: RankPool, victim: int
+) -> None:
     """A rank is killed in the middle of a step: the losses are those of a run that nobody disturbed."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    losses = []
-    for name, who in (("killed", victim), ("whole", -1)):
-        run(script, str(tmp_path / name), str(who), restarts=1)
-        losses.append({path.name: path.read_text() for path in (tmp_path / name).glob("loss-*")})
+    run(script, str(tmp_path / "killed"), str(victim), restarts=1)
+    ranks(2).run(train_undisturbed, str(tmp_path / "whole"))
+    losses = [
+        {path.name: path.read_text() for path in (tmp_path / name).glob("loss-*")} for name in ("killed", "whole")
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 16
 
 

@@ -22,6 +22,7 @@ from gemini.errors import BudgetError, GeminiError, RemoteRankError, Unsupported
 from gemini.log import get_dist_logger
 from gemini.placement.demand import Tier
 from gemini.progress import the_only_bar
+from gemini.settings import check_count
 
 # -- The micro-batches of one optimizer step, which are trained once more where the device ran out of memory.
 #
@@ -328,8 +329,8 @@ class Trainer:
         its criterion or a hook raises; the other ranks then raise RemoteRankError.
         """
         for name, value in (("epochs", epochs), ("max_steps", max_steps), ("test_interval", test_interval)):
-            if (value is not None or name != "max_steps") and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, found {value!r}")
+            if value is not None or name != "max_steps":
+                check_count(name, value)
         self._hooks = _in_order([*(hooks or ()), *self._schedule_hooks(hooks or ())])
         # `max_steps` counts the steps of this call: the engine may have made some before.
         position = self.position
