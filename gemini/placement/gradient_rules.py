@@ -439,7 +439,7 @@ class GradientBooks:
         self.uses_up = False  # the running backward, or the last one, updates weights with its gradients
         self.in_flight: int | None = None  # the chunk whose reduction was started and not finished
         self.reduced: set[int] = set()  # chunks reduced in this backward: membership only
-        self.changed: dict[int, None] = {}  # chunks that may have become complete since ranks last asked each other
+        self.changed: dict[int, None] = {}  # complete, or no more, perhaps, since ranks last asked each other
         self.next_in_order = 0
         self.is_off = False  # a gradient came late or early: record again
         self.reset_order()
@@ -475,6 +475,8 @@ class GradientBooks:
         """
         # A reduction is in flight here only after a failure, or inside a backward.
         self.in_flight = None
+        if not self.is_alone:
+            self.changed.update(dict.fromkeys(self.of))
         if self.awaits_reduction and not has_zeros:
             # Of parameters that another optimizer updates they stay.
             self.awaits_reduction = any(gradient.is_behind for gradient in self.of.values())

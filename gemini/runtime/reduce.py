@@ -90,9 +90,10 @@ class Completion:
     def _news(self) -> array[int]:
         """Words of each chunk that became complete or incomplete: two times its index, plus 1 if it is complete."""
         gradients, changed = self._books.of, self._books.changed
-        # What was told may have been discarded since.
+        # What was told stays so until the chunk is reduced, or noted in `changed`: ranks with other news ask at every
+        # touch, and a look at all that was told would cost the square of the number of chunks.
         if self.has_asked:
-            suspects = sorted({*changed, *self._told})
+            suspects = sorted(changed)
         # First question of this backward: earlier touches may have followed the schedule without asking, and an
         # interrupted backward may have left gradients.
         else:
