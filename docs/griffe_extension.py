@@ -31,14 +31,14 @@ def _spell_out_settings(function: griffe.Function, documented: griffe.Object) ->
         return
     (options,) = taken
     module = function.modules_collection["gemini.settings"]
-    settings = module.members["Settings"]
+    settings, fields = module.members["Settings"], module.members["SettingFields"]
     names = list(module.members[str(options.annotation)[len("Unpack[") : -1]].members)
     said, before = _arguments(settings.docstring.value), _arguments(documented.docstring.value)
     if options.name not in before:
         return
     del function.parameters[options.name]
     for name in names:
-        field = settings.members[name]
+        field = fields.members[name]
         keyword = griffe.ParameterKind.keyword_only
         function.parameters.add(griffe.Parameter(name, annotation=field.annotation, default=field.value, kind=keyword))
     paragraphs = "\n".join(said[name] for name in names)

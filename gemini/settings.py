@@ -28,7 +28,16 @@ _DTYPES = (*CASTABLE_DTYPES, torch.float64)
 BUDGETS = ("device_memory", "model_data_memory", "host_memory")
 QUANTIZED = ("quantized_weights", "quantized_frozen_weights", "quantized_gradients")
 _WIRES = {bits: WireFormat(bits) for bits in (8, 4)}
-COUNTS = ("param_persistence_threshold", "model_persistence_threshold", "max_live_parameters")
+# What counts something: the least, and what it must be.
+COUNTS = {
+    **dict.fromkeys(
+        ("param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
+        (0, "a number of elements, of at least 0"),
+    ),
+    "max_prefetch": (0, "a number of payloads, of at least 0"),
+    "shard_group_size": (1, "a number of ranks, of at least 1, or None"),
+    "secondary_group_size": (2, "a number of ranks, of at least 2, or None"),
+}
 _OF_THIS_RANK = ("device", "rank_timeout")  # ranks need not have the same
 
 Strategy = ShardStrategy | type[ShardStrategy] | str | None
@@ -97,109 +106,8 @@ class Budgets(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that `ShardedModel` may be told besides the module and its process group.
-
-    Sizes in memory are bytes: an int, or a string such as "8GiB" (2**30) or "8GB" (10**9), which becomes an int.
-
-    Args:
-        shard_strategy: what a unit is; an instance, a class or "tensor", "bucket", "chunk". None: "chunk".
-        stage: 3 shards parameters, gradients and optimizer state; 2 the last two; 1 the last; 0 nothing.
-        tensor_placement_policy: "auto", "cpu", "cuda", "static", "disk", or an object with `name` and
-            `place(demand, budget_bytes)`.
-        shard_param_frac: with "static": see `StaticPolicy`. None: 1.0.
-        offload_optim_frac: likewise. None: 0.0.
-        offload_param_frac: likewise. None: 0.0.
-        gpu_margin_mem_ratio: with "auto": of what parameters, gradients and slots leave of the device's budget, the
-            fraction that masters and optimizer state may take. None: all of it, before more slots than are needed.
-        param_persistence_threshold: parameters of fewer elements stay whole on the device of every rank, whatever the
-            policy, in chunks of their own. Their optimizer state is placed and sharded like that of others.
-        model_persistence_threshold: elements that such parameters have in all, at most; in order of first use, one that
-            would pass it is skipped. None: no bound.
-        max_live_parameters: elements that slots hold on the device, at most: what is gathered, or fetched from the
-            host, at any instant, paddings included. What is at home on the device does not count. None: no bound.
-        shard_group_size: consecutive ranks that share one copy of what `stage` shards; the other groups of so many
-            ranks hold replicas of it. A `device_mesh` says the same, with ranks in any order. None: all are one group.
-        secondary_group_size: consecutive ranks, such as those of a node, that keep a second copy of the weights among
-            them at stage 3. The first gather after an update is from all ranks that share the shards, and what arrives
-            is kept beside each rank's own shard, on its tier; every further one, in the backward and of later
-            micro-batches, is from these ranks alone. Weights that do not change are gathered from all ranks once. A
-            rank holds 1/size of the weights more. At other stages, and for weights that persist or are written to in
-            forwards (`max_norm`), it has no effect. Results do not change. None: there is no second copy.
-        ignored_parameters: names of parameters (shell patterns, as "head.*") that are left alone: in no chunk, on the
-            device and in the dtype in which they are, with each rank's own values and gradients, neither reduced nor
-            clipped. An optimizer of their own trains them.
-        max_prefetch: payloads that may be on their way to the device at once before they are asked for: gathered from
-            other ranks, or copied from the host. Each goes into a slot that is free, or whose content is used later, so
-            a plan has no memory for it. 0: every operator waits for its own. None: 1 where ranks gather or the device
-            is an accelerator, on which copies run beside kernels; else 0. Results do not change.
-        deferred_update: True: where optimizer states rest on the host, `step()` of `HybridAdam` returns when gradients
-            are summed up and clipped. A thread then updates one chunk after the other, and each is waited for where it
-            is used next. At stages 1 and 2 of several ranks, where a step gathers weights, it has no effect. None: True
-            if the device is an accelerator. Results do not change.
-        update_in_backward: True: the backward updates a chunk as soon as its gradient is whole, whose memory is free
-            again then: gradients have no homes, 2 bytes a 16-bit parameter less. With `deferred_update` the thread has
-            the rest of the backward, too. A step has one backward, no clipping and no loss scale, and a gradient that
-            is not finite skips no step. Between backward and step, weights and states are new already and gradients
-            are gone: whatever reads or writes them there raises `UpdatedInBackwardError`; hooks see gradients. At
-            stages 1 and 2 of several ranks it has no effect. Results do not change.
-        gradient_accumulation_steps: backwards of one optimizer step. With more than 1 the plan has room for the fp32
-            sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. 1: they take it beside the plan, from
-            the second backward of a step on, and on the host where the device is full. None: as 1, until steps have
-            shown how many they have; another plan follows then. Under `host_memory` or with a disk, None also keeps
-            room on the host for a second backward of a step, or training is refused; 1 says that there is none.
-            Results do not change.
-        reuse_fp16_shard: the reduced gradient is stored in the memory of the 16-bit parameter, and the step makes the
-            parameter again from its fp32 master. The bits are the same, and fp16 weights take 2 bytes per parameter
-            less. bf16 weights have split masters without it, which take no more (but for stage 1 on several ranks). A
-            chunk whose parameters are used between backward and step (several micro-batches, `state_dict()`), or seen
-            in views, gets gradient memory of its own from then on, on the host where the device is full. The plan has
-            it where it knows of several micro-batches. At stages 1 and 2 a chunk of several units has it anyway.
-        dtype: of the weights in chunks; bf16 and fp16 ones keep fp32 masters. None keeps the module's own dtypes. Or
-            by module: {torch.nn.LayerNorm: torch.float32, "head.*": None, "*": torch.bfloat16}, with classes and
-            names (shell patterns) as keys. The innermost module that a key chooses decides for all that it contains,
-            the first such key for it, "*" for the rest. A module that a key but "*" chose gets floating-point inputs
-            in its dtype; what it returns in that has the first one's dtype again (without one: that of "*"). Buffers
-            keep their dtypes.
-        reduce_dtype: in which gradients travel between ranks: each rank's is cast before the exchange. None: its own.
-            Whatever travels, the mean over ranks is made in fp32 and rounded once.
-        accumulate_dtype: in which reduced gradients rest and micro-batches are added up, from the first on. None: in
-            the gradient's own dtype, 16-bit ones in fp32 from the second micro-batch on. fp64 weights keep to fp64.
-        quantized_weights: 8 or 4: the bits of an element in which weights travel at stage 3 when ranks gather them, in
-            blocks of 256 elements with an fp32 scale each. Approximate: an element is wrong by at most
-            absmax / (2 * (2**(bits - 1) - 1)) of its block, and by the rounding to its dtype. All ranks compute with
-            the same values; homes, masters, state dicts and checkpoints keep the exact ones. At other stages, and for
-            weights that persist or are in fp64, it has no effect. None: they travel as they are.
-        quantized_frozen_weights: likewise, for weights that are frozen when the model is wrapped, such as those beside
-            adapters. None: as `quantized_weights`.
-        quantized_gradients: likewise, of gradients when they are reduced, at every stage. Each rank's are wrong by at
-            most that bound, of which the mean is taken in fp32. With replicas the sums of groups travel so too, and
-            then the mean; at stage 0 the mean does. fp64 ones travel as they are.
-        chunk_size: elements of a chunk; None searches for the cheapest size that the budgets allow.
-        device: "emulated", an `EmulatedDevice`, an int, a string or a torch.device. None: the current accelerator, else
-            emulated.
-        device_memory: bytes that this process may hold on the device at most, activations included. None: what is free.
-        model_data_memory: bytes of it that chunks may take. None: what is left of device_memory after activations.
-        host_memory: bytes that chunks may take on the host. None: what is free.
-        disk_path: a folder on a local disk for masters and optimizer state that find no room on the host, or for all of
-            them with tensor_placement_policy="disk". Each rank has a file there that nobody else sees and that ends
-            with the process; ranks may have folders of other names. Results do not change. None: nothing rests on a
-            disk.
-        disk_memory: bytes that chunks may take there. None: what is free.
-        disk_optim_frac: of the masters and optimizer state that would rest on the host, the fraction that rests on the
-            disk at least, from the last chunk on. None: none, but with the policy "disk" all.
-        disk_checksums: whether an update or a fetch ends with an error where it reads other bytes from the disk than
-            were written, or read there before: a crc32 of each request, on the cores.
-        rank_timeout: seconds after which a rank that does not answer counts as lost.
-        ignore_unused_parameters: False makes `optimizer.step()` raise if a trainable parameter got no gradient on any
-            rank since the last step, and name all that did not.
-
-    Raises TypeError or ValueError, which name the field, what was found and what is valid.
-
-        >>> settings = Settings(stage=2, device_memory="8GiB")
-        >>> settings.device_memory
-        8589934592
-    """
+class SettingFields:
+    """The fields of `Settings`, which a config has too: types and defaults. `Settings` says what they mean."""
 
     shard_strategy: Strategy = None
     stage: int = 3
@@ -236,6 +144,116 @@ class Settings:
     disk_checksums: bool = False
     rank_timeout: float = 600.0
     ignore_unused_parameters: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(SettingFields):
+    """Everything that `ShardedModel` may be told besides the module and its process group.
+
+    Sizes in memory are bytes: an int, or a string such as "8GiB" (2**30) or "8GB" (10**9), which becomes an int.
+
+    The first sentence of each argument stands in docs/config.md, with the one that begins with "None:".
+
+    Args:
+        shard_strategy: what is cut into one shard per rank: a "tensor", a "bucket" (an operator's tensors), a "chunk",
+            or what an instance or a class of `ShardStrategy` says. None: "chunk".
+        stage: what is divided over ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        tensor_placement_policy: where states rest: "auto" (the device, as far as it goes), "cpu", "cuda", "static",
+            "disk", or an object with `name` and `place(demand, budget_bytes)`.
+        shard_param_frac: with "static", see `StaticPolicy`: of the parameters, given up between uses, at stage 3 on
+            several ranks. None: 1.0.
+        offload_optim_frac: with "static": of optimizer state, masters and gradients, on the host, where the update
+            runs. None: 0.0.
+        offload_param_frac: with "static": of the parameters, on the host. None: 0.0.
+        gpu_margin_mem_ratio: with "auto": of what parameters, gradients and slots leave of the device's budget, the
+            fraction that masters and optimizer state may take. None: all of it, before more slots than are needed.
+        param_persistence_threshold: parameters of fewer elements stay whole on the device of every rank, whatever the
+            policy, in chunks of their own. Their optimizer state is placed and sharded like that of others.
+        model_persistence_threshold: elements that such parameters have in all, at most; in order of first use, one that
+            would pass it is skipped. None: no bound.
+        max_live_parameters: elements that slots hold on the device, at most: what is gathered, or fetched from the
+            host, at any instant, paddings included. What is at home on the device does not count. None: no bound.
+        shard_group_size: consecutive ranks that share one copy of what `stage` shards; the other groups of so many
+            ranks hold replicas of it. A `device_mesh` says the same, with ranks in any order. None: all are one group.
+        secondary_group_size: consecutive ranks, such as those of a node, that keep a second copy of the weights among
+            them at stage 3. The first gather after an update is from all ranks that share the shards, and what arrives
+            is kept beside each rank's own shard, on its tier; every further one, in the backward and of later
+            micro-batches, is from these ranks alone. Weights that do not change are gathered from all ranks once. A
+            rank holds 1/size of the weights more. At other stages, and for weights that persist or are written to in
+            forwards (`max_norm`), it has no effect. Results do not change. None: there is no second copy.
+        ignored_parameters: names of parameters (shell patterns, as "head.*") that are left alone: in no chunk, on the
+            device and in the dtype in which they are, with each rank's own values and gradients, neither reduced nor
+            clipped. An optimizer of their own trains them.
+        max_prefetch: payloads that may be on their way to the device at once before they are asked for: gathered from
+            other ranks, or copied from the host. Each goes into a slot that is free, or whose content is used later, so
+            a plan has no memory for it. 0: every operator waits for its own. None: 1 where ranks gather or the device
+            is an accelerator, on which copies run beside kernels; else 0. Results do not change.
+        deferred_update: whether updates on the host run beside the next forward: `step()` of `HybridAdam` returns when
+            gradients are summed up and clipped. A thread then updates one chunk after the other, and each is waited for
+            where it is used next. At stages 1 and 2 of several ranks, where a step gathers weights, it has no effect.
+            None: True if the device is an accelerator. Results do not change.
+        update_in_backward: True: the backward updates a chunk as soon as its gradient is whole, whose memory is free
+            again then: gradients have no homes, 2 bytes a 16-bit parameter less. With `deferred_update` the thread has
+            the rest of the backward, too. A step has one backward, no clipping and no loss scale, and a gradient that
+            is not finite skips no step. Between backward and step, weights and states are new already and gradients are
+            gone: whatever reads or writes them there raises `UpdatedInBackwardError`; hooks see gradients. At stages 1
+            and 2 of several ranks it has no effect. Results do not change.
+        gradient_accumulation_steps: backwards of one optimizer step. With more than 1 the plan has room for the fp32
+            sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. 1: they take it beside the plan, from
+            the second backward of a step on, and on the host where the device is full. None: as 1, until steps have
+            shown how many they have; another plan follows then. Under `host_memory` or with a disk, None also keeps
+            room on the host for a second backward of a step, or training is refused; 1 says that there is none. Results
+            do not change.
+        reuse_fp16_shard: whether the reduced gradient is stored in the memory of the 16-bit parameter, which the step
+            makes again from its fp32 master. The bits are the same, and fp16 weights take 2 bytes per parameter less.
+            bf16 weights have split masters without it, which take no more (but for stage 1 on several ranks). A chunk
+            whose parameters are used between backward and step (several micro-batches, `state_dict()`), or seen in
+            views, gets gradient memory of its own from then on, on the host where the device is full. The plan has it
+            where it knows of several micro-batches. At stages 1 and 2 a chunk of several units has it anyway.
+        dtype: dtype of the weights in chunks, or one by module; bf16 and fp16 ones keep fp32 masters. None: the
+            module's own. By module: {torch.nn.LayerNorm: torch.float32, "head.*": None, "*": torch.bfloat16}, with
+            classes and names (shell patterns) as keys. The innermost module that a key chooses decides for all that it
+            contains, the first such key for it, "*" for the rest. A module that a key but "*" chose gets floating-point
+            inputs in its dtype; what it returns in that has the first one's dtype again (without one: that of "*").
+            Buffers keep their dtypes.
+        reduce_dtype: dtype in which gradients travel between ranks: each rank's is cast before the exchange. None: its
+            own. Whatever travels, the mean over ranks is made in fp32 and rounded once.
+        accumulate_dtype: dtype in which reduced gradients rest and micro-batches are added up, from the first on. None:
+            the gradient's own, and fp32 from the second micro-batch on for 16-bit ones. fp64 weights keep to fp64.
+        quantized_weights: 8 or 4: the bits of an element in which weights travel at stage 3 when ranks gather them, in
+            blocks of 256 elements with an fp32 scale each. Approximate: an element is wrong by at most absmax / (2 *
+            (2**(bits - 1) - 1)) of its block, and by the rounding to its dtype. All ranks compute with the same values;
+            homes, masters, state dicts and checkpoints keep the exact ones. At other stages, and for weights that
+            persist or are in fp64, it has no effect. None: they travel as they are.
+        quantized_frozen_weights: likewise, for weights that are frozen when the model is wrapped, such as those beside
+            adapters. None: as `quantized_weights`.
+        quantized_gradients: 8 or 4: likewise, of gradients when they are reduced, at every stage. None: they travel as
+            they are. Each rank's are wrong by at most that bound, of which the mean is taken in fp32. With replicas the
+            sums of groups travel so too, and then the mean; at stage 0 the mean does. fp64 ones travel as they are.
+        chunk_size: elements of a chunk. None: the cheapest size that the budgets allow.
+        device: "emulated", "cuda:0", an int, a torch.device or an `EmulatedDevice`. None: the current accelerator, else
+            emulated.
+        device_memory: bytes that this process may hold on the device at most, activations included. None: what is free.
+        model_data_memory: bytes of `device_memory` that chunks may take. None: what activations leave of it.
+        host_memory: bytes that chunks may take on the host. None: what is free.
+        disk_path: a folder on a local disk for masters and optimizer state that find no room on the host, or for all of
+            them with policy "disk". Each rank has a file there that nobody else sees and that ends with the process;
+            ranks may have folders of other names. Results do not change. None: nothing rests on a disk.
+        disk_memory: bytes that chunks may take in `disk_path`. None: what is free.
+        disk_optim_frac: of the masters and optimizer state that would rest on the host, the fraction that rests on the
+            disk at least, from the last chunk on. None: none, but with the policy "disk" all.
+        disk_checksums: whether an update or a fetch ends with an error where it reads other bytes from the disk than
+            were written, or read there before: a crc32 of each request, on the cores.
+        rank_timeout: seconds after which a rank that does not answer counts as lost.
+        ignore_unused_parameters: False: `optimizer.step()` raises if a trainable parameter got no gradient on any rank
+            since the last step, and names all that did not.
+
+    Raises TypeError or ValueError, which name the field, what was found and what is valid.
+
+        >>> settings = Settings(stage=2, device_memory="8GiB")
+        >>> settings.device_memory
+        8589934592
+    """
 
     def __post_init__(self) -> None:
         resolve_strategy(self.shard_strategy)
@@ -436,25 +454,10 @@ class Settings:
         steps = self.gradient_accumulation_steps
         if steps is not None and (not _is_int(steps) or steps < 1):
             raise ValueError(f"gradient_accumulation_steps must be a number of at least 1, or None, found {steps!r}")
-        most = self.max_prefetch
-        if most is not None and (not _is_int(most) or most < 0):
-            raise (ValueError if _is_int(most) else TypeError)(
-                f"max_prefetch must be a number of payloads, of at least 0, found {most!r}"
-            )
         if self.update_in_backward and (steps or 1) > 1:
             raise ValueError(
                 f"update_in_backward=True uses the gradients of each backward at once, and "
                 f"gradient_accumulation_steps={steps} adds up several: leave one of the two out"
-            )
-        group = self.shard_group_size
-        if group is not None and (not _is_int(group) or group < 1):
-            raise (ValueError if _is_int(group) else TypeError)(
-                f"shard_group_size must be a number of ranks, of at least 1, or None, found {group!r}"
-            )
-        nearby = self.secondary_group_size
-        if nearby is not None and (not _is_int(nearby) or nearby < 2):
-            raise (ValueError if _is_int(nearby) else TypeError)(
-                f"secondary_group_size must be a number of ranks, of at least 2, or None, found {nearby!r}"
             )
         for name in QUANTIZED:
             bits = getattr(self, name)
@@ -472,14 +475,12 @@ class Settings:
             raise TypeError(f"chunk_size must be an int (elements) or None, found {type(size).__name__}")
         if size is not None and size < 1:
             raise ValueError(f"chunk_size must be at least 1 element, found {size}")
-        for name in COUNTS:
+        for name, (least, meaning) in COUNTS.items():
             count = getattr(self, name)
-            # For the other two None means no bound; this one has 0 for none.
+            # For the others None means no bound or no group; this one has 0 for none.
             is_left_out = count is None and name != "param_persistence_threshold"
-            if not is_left_out and (not _is_int(count) or count < 0):
-                raise (ValueError if _is_int(count) else TypeError)(
-                    f"{name} must be a number of elements, of at least 0, found {count!r}"
-                )
+            if not is_left_out and (not _is_int(count) or count < least):
+                raise (ValueError if _is_int(count) else TypeError)(f"{name} must be {meaning}, found {count!r}")
         timeout = self.rank_timeout
         if not (_is_int(timeout) or isinstance(timeout, float)) or not 0 < timeout < math.inf:
             raise ValueError(f"rank_timeout must be a number of seconds above 0, found {timeout!r}")

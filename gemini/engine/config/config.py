@@ -5,25 +5,33 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from gemini.engine.config.key import SCHEDULES, Number, Setting, Whole, dtype_named
+from gemini.engine.config.key import Number, Whole, dtype_named, setting
 from gemini.engine.config.muon import muon_beside_adam
 from gemini.engine.config.read import nearest, problems_of
+from gemini.engine.config.schedules import SCHEDULES
 from gemini.optimizer.averages import Ema, checked_ema
 from gemini.optimizer.elementwise import TESTED
 from gemini.optimizer.step import LossScale
-from gemini.placement.policy import PlacementPolicy
-from gemini.settings import Device, Settings, Strategy, Weights
+from gemini.settings import SettingFields, Settings
 from optim import CPUAdam, HybridAdam
 
 # -- The three batch sizes of a run, of which any two give the third.
@@ -241,12 +249,12 @@ def _refuse_text(name: str, value: Any) -> None:
 
 # -- `Config`: every field of a training's config, with its unit and default.
 #
-# A frozen value, made by `load_config`. Fields of the model are the arguments of `ShardedModel`, under the same names
-# and with the same checks; the others say what an engine does with it.
+# A frozen value, made by `load_config`. Fields of the model are those of `Settings`, with the same checks; the others
+# say what an engine does with it.
 
 
 Positive = Annotated[Whole, Field(gt=0)]
-SETTINGS = tuple(each.name for each in dataclasses.fields(Settings))
+SETTINGS = tuple(each.name for each in dataclasses.fields(SettingFields))
 
 
 class _ConfigPart(BaseModel):
@@ -272,19 +280,19 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 class LossScaleConfig(_ConfigPart):
     """How losses are scaled where trainable weights are fp16: the arguments of `ShardedOptimizer`."""
 
-    initial_scale: Number = 2.0**16
+    initial_scale: Number = LossScale.initial_scale
     """Factor of the first step."""
-    min_scale: Number = 1.0
+    min_scale: Number = LossScale.min_scale
     """The factor never falls below it."""
-    growth_factor: Number = 2.0
+    growth_factor: Number = LossScale.growth_factor
     """What the factor is multiplied by after `growth_interval` steps without a non-finite gradient."""
-    backoff_factor: Number = 0.5
+    backoff_factor: Number = LossScale.backoff_factor
     """What the factor is multiplied by after steps that were skipped."""
-    growth_interval: Whole = 1000
+    growth_interval: Whole = LossScale.growth_interval
     """Optimizer steps."""
-    hysteresis: Whole = 2
+    hysteresis: Whole = LossScale.hysteresis
     """Steps that are skipped before the factor falls."""
-    max_scale: Number = 2.0**32
+    max_scale: Number = LossScale.max_scale
     """The factor never rises above it."""
 
     @property
@@ -325,81 +333,14 @@ class MonitorsConfig(_ConfigPart):
     """Arguments of `mlflow.start_run`, and `experiment_name` and `tracking_uri`, likewise."""
 
 
-class Config(_ConfigPart):
-    """Everything that a config file can say about a training. Every field has a default.
+# mypy does not see that `model_config` makes a model frozen, as the fields of settings are.
+class Config(_ConfigPart, SettingFields):  # type: ignore[misc]
+    """Everything that a config file can say about a training: the arguments of `ShardedModel`, and what an engine does.
+
+    Every field has a default.
 
     Raises ValueError where fields contradict each other; `load_config` makes a ConfigError of it.
     """
-
-    # the model: arguments of ShardedModel
-    stage: Annotated[int, Setting] = 3
-    """What is divided over ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
-    shard_strategy: Annotated[Strategy, Setting] = None
-    """What is cut into one shard per rank: a "tensor", a "bucket" (an operator's tensors), a "chunk". None: "chunk"."""
-    tensor_placement_policy: Annotated[str | PlacementPolicy, Setting] = "auto"
-    """Where states rest: "auto" (the device, as far as it goes), "cpu", "cuda", "static", "disk"; or an object."""
-    shard_param_frac: Annotated[float | None, Setting] = None
-    """With "static": of the parameters, given up between uses, at stage 3 on several ranks. None: 1.0."""
-    offload_optim_frac: Annotated[float | None, Setting] = None
-    """With "static": of optimizer state, masters and gradients, on the host, where the update runs. None: 0.0."""
-    offload_param_frac: Annotated[float | None, Setting] = None
-    """With "static": of the parameters, on the host. None: 0.0."""
-    gpu_margin_mem_ratio: Annotated[float | None, Setting] = None
-    """With "auto": of what parameters, gradients and slots leave of the device, for optimizer state. None: all."""
-    param_persistence_threshold: Annotated[int, Setting] = 0
-    """Parameters of fewer elements stay whole on the device of every rank, whatever the policy."""
-    model_persistence_threshold: Annotated[int | None, Setting] = None
-    """Elements that such parameters have in all, at most. None: no bound."""
-    max_live_parameters: Annotated[int | None, Setting] = None
-    """Elements that are gathered, or fetched from the host, at any instant, at most. None: the budget decides."""
-    shard_group_size: Annotated[int | None, Setting] = None
-    """Consecutive ranks that share one copy of what is divided; other groups hold replicas. None: all ranks."""
-    secondary_group_size: Annotated[int | None, Setting] = None
-    """Consecutive ranks, as of a node, that keep a second copy of the weights for the backward at stage 3."""
-    max_prefetch: Annotated[int | None, Setting] = None
-    """Payloads that may be on their way at once before they are asked for. None: 1, or 0 where copies take turns."""
-    deferred_update: Annotated[bool | None, Setting] = None
-    """Whether updates on the host run beside the next forward. None: with an accelerator. Results do not change."""
-    update_in_backward: Annotated[bool, Setting] = False
-    """Whether the backward updates, and gradients take no memory: without clipping, one micro-batch a step, no fp16."""
-    ignored_parameters: Annotated[Collection[str], Setting] = ()
-    """Names of parameters, as "head.*", that are left alone: in no chunk, not reduced; their optimizer is another."""
-    dtype: Annotated[Weights, Setting] = None
-    """Dtype of weights: "fp32", "fp16", "bf16", "fp64", or a mapping from modules to these. None: the module's own."""
-    reduce_dtype: Annotated[torch.dtype | None, Setting] = None
-    """Dtype in which gradients travel between ranks. None: their own."""
-    accumulate_dtype: Annotated[torch.dtype | None, Setting] = None
-    """Dtype in which gradients rest and are added. None: their own, and fp32 from the second micro-batch on."""
-    quantized_weights: Annotated[int | None, Setting] = None
-    """8 or 4: bits of an element in which weights are gathered at stage 3. Approximate. None: as they are."""
-    quantized_frozen_weights: Annotated[int | None, Setting] = None
-    """Likewise, for weights that are frozen when the model is wrapped. None: as `quantized_weights`."""
-    quantized_gradients: Annotated[int | None, Setting] = None
-    """8 or 4: bits of an element in which gradients are reduced. Approximate. None: as they are."""
-    reuse_fp16_shard: Annotated[bool, Setting] = False
-    """Whether gradients are stored in the memory of 16-bit parameters, which saves 2 bytes per parameter in fp16."""
-    chunk_size: Annotated[int | None, Setting] = None
-    """Elements of a chunk. None: the cheapest size that the budgets allow."""
-    device: Annotated[Device, Setting] = None
-    """"cuda:0", "emulated", a number. None: the current accelerator, else emulated."""
-    device_memory: Annotated[int | str | None, Setting] = None
-    """Bytes, or "20GiB": what this process may hold on its device, activations included. None: what is free."""
-    model_data_memory: Annotated[int | str | None, Setting] = None
-    """Bytes of `device_memory` that chunks may take. None: what activations leave."""
-    host_memory: Annotated[int | str | None, Setting] = None
-    """Bytes that chunks may take in host memory. None: what is free."""
-    disk_path: Annotated[str | Path | None, Setting] = None
-    """A folder on a local disk for masters and optimizer state that find no room on the host. None: no disk."""
-    disk_optim_frac: Annotated[float | None, Setting] = None
-    """Of masters and optimizer state on the host, what rests on the disk at least. None: 0; with policy "disk" 1."""
-    disk_checksums: Annotated[bool, Setting] = False
-    """Whether an update or a fetch ends with an error where it reads other bytes from the disk than were written."""
-    disk_memory: Annotated[int | str | None, Setting] = None
-    """Bytes that chunks may take there. None: what is free."""
-    rank_timeout: Annotated[float, Setting] = 600.0
-    """Seconds after which a rank that does not answer counts as lost."""
-    ignore_unused_parameters: Annotated[bool, Setting] = True
-    """False: a step raises if a trainable parameter got no gradient on any rank, and names all that did not."""
 
     # the step
     optimizer: OptimizerConfig | None = None
@@ -439,6 +380,11 @@ class Config(_ConfigPart):
 
     _ignored: tuple[tuple[str, str], ...] = PrivateAttr(default=())
     _constants: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    # One that a config knows more of has a type of its own above.
+    _as_setting = field_validator(*(name for name in SETTINGS if name != "gradient_accumulation_steps"), mode="plain")(
+        setting
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainValidator,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -67,10 +65,10 @@ def module_named(key: Any) -> Any:
     return getattr(nn, name)
 
 
-_WHOLE = ("chunk_size", "shard_group_size", "secondary_group_size", *COUNTS, *QUANTIZED)
+_WHOLE = ("chunk_size", *COUNTS, *QUANTIZED)
 
 
-def _checked(value: Any, info: ValidationInfo) -> Any:
+def setting(value: Any, info: ValidationInfo) -> Any:
     """The value of one field, as `Settings` takes it. Raises ValueError with the words of `Settings`."""
     name = info.field_name or ""
     if name == "dtype" and isinstance(value, Mapping):
@@ -88,9 +86,6 @@ def _checked(value: Any, info: ValidationInfo) -> Any:
     # pydantic collects a validator's ValueError with those of other fields. A TypeError would end its checks.
     except TypeError as error:
         raise ValueError(str(error)) from error
-
-
-Setting = PlainValidator(_checked)
 
 
 # -- Keys of another library's config, and how they become fields of ours.
@@ -357,102 +352,3 @@ class OptimizerOnHostPolicy:
             return resolve_policy("cpu" if self.offloads_params else "auto").place(demand, budget_bytes)
         # What the budget leaves becomes slots, which save fetches.
         return spend_rest(demand, placement, budget_bytes)
-
-
-# -- DeepSpeed's learning rate schedules: their arguments. Each moves once per optimizer step.
-#
-# Names and defaults are DeepSpeed's.
-
-
-Rates = Number | Annotated[list[Number], Field(min_length=1)]  # one for all param groups, or one for each
-Steps = Annotated[Count, Field(gt=0)]
-
-
-class ScheduleArguments(BaseModel):
-    """Arguments of a schedule."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-
-
-class WarmupLR(ScheduleArguments):
-    """From `warmup_min_lr` to `warmup_max_lr`, where it stays."""
-
-    warmup_min_lr: Rates = 0.0
-    """Learning rate before the first step."""
-    warmup_max_lr: Rates | None = None
-    """Learning rate after the warmup. None: the optimizer's."""
-    warmup_num_steps: Count = 1000
-    """Optimizer steps of the warmup. It takes at least 2, as in DeepSpeed."""
-    warmup_type: Literal["log", "linear"] = "log"
-    """How the learning rate rises."""
-
-
-class WarmupDecayLR(WarmupLR):
-    """`WarmupLR`, then linearly down to 0 at `total_num_steps`."""
-
-    total_num_steps: Steps
-    """Optimizer steps of the training."""
-    warmup_max_lr: Rates | None = 0.001
-    """Learning rate after the warmup. None: the optimizer's."""
-
-
-class WarmupCosineLR(ScheduleArguments):
-    """A warmup to the optimizer's learning rate, then half a cosine."""
-
-    total_num_steps: Steps
-    """Optimizer steps of the training."""
-    warmup_min_ratio: Number = 0.0
-    """Part of the optimizer's learning rate before the first step."""
-    warmup_num_steps: Count = 1000
-    """Optimizer steps of the warmup. It takes at least 2, as in DeepSpeed."""
-    cos_min_ratio: Number = 0.0001
-    """Part of the optimizer's learning rate at the end."""
-    warmup_type: Literal["log", "linear"] = "log"
-    """How the learning rate rises."""
-
-
-class LRRangeTest(ScheduleArguments):
-    """Rises without an end, to find the largest learning rate that works."""
-
-    lr_range_test_min_lr: Rates = 0.001
-    """Learning rate of the first step."""
-    lr_range_test_step_size: Steps = 2000
-    """Optimizer steps of an interval."""
-    lr_range_test_step_rate: Number = 1.0
-    """What an interval adds, in parts of the first learning rate."""
-    lr_range_test_staircase: bool = False
-    """True: rises at the ends of intervals only."""
-
-
-class OneCycle(ScheduleArguments):
-    """Up, down, then decays."""
-
-    cycle_min_lr: Rates
-    """Learning rate at both ends of the cycle."""
-    cycle_max_lr: Rates
-    """Learning rate in its middle."""
-    decay_lr_rate: Number = 0.0
-    """Decay per interval after the cycle."""
-    cycle_first_step_size: Steps = 2000
-    """Optimizer steps of the rise."""
-    cycle_second_step_size: Steps | None = None
-    """Optimizer steps of the fall. None: as many."""
-    cycle_first_stair_count: Count = 0
-    """Stairs of the rise. 0: none."""
-    cycle_second_stair_count: Count | None = None
-    """Stairs of the fall. None: as many."""
-    decay_step_size: Count = 0
-    """Optimizer steps of a decay interval. 0: no decay."""
-    cycle_momentum: bool = True
-    """Whether momentum goes the other way."""
-    cycle_min_mom: Number = 0.8
-    """Momentum in the middle of the cycle."""
-    cycle_max_mom: Number = 0.9
-    """Momentum at both ends of it."""
-    decay_mom_rate: Number = 0.0
-    """Decay of momentum per interval after the cycle."""
-
-
-SCHEDULES: dict[str, type[ScheduleArguments]] = {
-    each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
-}

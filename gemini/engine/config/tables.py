@@ -7,6 +7,7 @@ writes them between the page's markers; a test compares.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from pydantic import BaseModel
 
 from gemini.engine.config import colossal_keys, deepspeed_keys
 from gemini.engine.config.config import Config, section_of
-from gemini.engine.config.key import SCHEDULES, Key, MappedTo, NoEffect, Table
+from gemini.engine.config.key import Key, MappedTo, NoEffect, Table
+from gemini.engine.config.schedules import SCHEDULES
+from gemini.settings import Settings
 
 
 def with_tables(page: str) -> str:
@@ -37,12 +40,24 @@ def with_tables(page: str) -> str:
 
 
 def _field_rows(part: type[BaseModel], above: str = "") -> Iterator[str]:
+    of_settings = _meanings_of_settings()
     for name, each in part.model_fields.items():
         inner = section_of(each)
         default = "" if inner or each.is_required() else f"`{_written(each.get_default(call_default_factory=True))}`"
-        yield f"| `{above}{name}` | {default} | {each.description} |"
+        yield f"| `{above}{name}` | {default} | {each.description or of_settings[name]} |"
         if inner:
             yield from _field_rows(inner, f"{above}{name}.")
+
+
+def _meanings_of_settings() -> dict[str, str]:
+    """What the docstring of `Settings` says of each field: its first sentence, and what None means."""
+    arguments = (inspect.getdoc(Settings) or "").split("\nArgs:\n")[1].split("\n\n")[0]
+    result = {}
+    for each in re.split(r"^    (?=\w+:)", arguments, flags=re.MULTILINE)[1:]:
+        name, text = each.split(": ", 1)
+        first, *others = re.split(r"(?<=\.) (?=[A-Z0-9])", " ".join(text.split()))
+        result[name] = " ".join([first[:1].upper() + first[1:], *(it for it in others if it.startswith("None:"))])
+    return result
 
 
 def _written(value: Any) -> str:
