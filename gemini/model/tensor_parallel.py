@@ -103,7 +103,8 @@ class LocalParameters:
             assert layout is not None
             for owner, leaf in places:
                 by_operator.setdefault(_operator_of(owner, operators), []).append((owner, leaf, layout))
-        beside = {parameter: self._cut_in(chunk) for chunk in chunks for parameter in chunk.raw}
+        cut_in = [(chunk, self._cut_in(chunk)) for chunk in chunks]
+        beside = {parameter: cut for chunk, cut in cut_in for parameter in chunk.raw}
         for operator, _ in operators if by_operator else ():
             its = by_operator.get(operator, [])
             if its and is_compiled(operator):
