@@ -60,6 +60,12 @@ def was_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def check_group(process_group: Any) -> None:
+    """Raises TypeError for what is neither a process group nor None. Local."""
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
+
+
 def ranks_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The ranks that share a model: the given ones, else all that a launcher has started. None: this process alone.
 
@@ -67,8 +73,7 @@ def ranks_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
     `launch_from_torch(seed=None)`: each rank would train a whole model of its own otherwise. GEMINI_NO_LAUNCH=1 leaves
     them apart. Collective then. Raises TypeError, and what `launch_from_torch` raises.
     """
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
+    check_group(process_group)
     if process_group is not None or not dist.is_available():
         return process_group
     if not dist.is_initialized():

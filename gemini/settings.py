@@ -538,3 +538,9 @@ def check_device(name: str, device: Device) -> None:
     """Raises TypeError unless a device can be given so; whether the machine has it is found when it is used."""
     if isinstance(device, bool) or not (device is None or isinstance(device, (int, str, torch.device, Emulation))):
         raise TypeError(f'{name} must be "emulated", an int, a string or a torch.device, found {device!r}')
+
+
+def check_module(name: str, module: Any) -> None:
+    """Raises TypeError unless this is a module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} must be a torch module, found {type(module).__name__}")

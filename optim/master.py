@@ -84,15 +84,19 @@ def to_bfloat16_half_up(master: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def _may_hold_nan(values: Tensor) -> bool:
+    # A comparison per element costs more than all the rest of a rounding. On the CPU one sum tells whether there can be
+    # a NaN. On a device the host would have to wait for it.
+    return values.device.type != "cpu" or bool(values.sum().isnan().item())
+
+
 def _round_tile(values: Tensor, rounded: Tensor) -> None:
     sums = scratch("rounded bits", values.numel(), torch.int32, values.device)
     torch.add(values.view(torch.int32), 0x8000, out=sums)
     sums.bitwise_right_shift_(16)
     # The shift was arithmetic, so every sum fits into int16, with the weight's sign.
     rounded.copy_(sums)
-    # A comparison per element costs more than all of the above. On the CPU one sum tells whether there can be a NaN. On
-    # a device the host would have to wait for it.
-    if values.device.type != "cpu" or values.sum().isnan().item():
+    if _may_hold_nan(values):
         rounded.masked_fill_(values.isnan(), BF16_NAN_BITS)
 
 
@@ -144,8 +148,7 @@ def split_master_(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
             its_bits.bitwise_left_shift_(16)
             torch.sub(values.view(torch.int32), its_bits, out=its_bits)
             lo.copy_(its_bits)
-            # As in `optim.master`: on the CPU one sum tells whether there can be a NaN.
-            if values.device.type != "cpu" or values.sum().isnan().item():
+            if _may_hold_nan(values):
                 lo.masked_fill_(values.isnan(), 0)
 
 
@@ -159,8 +162,8 @@ def join_master_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
             bits.bitwise_left_shift_(16)
             # The remainder is signed: the weight was rounded half up, so the master may lie below it.
             bits.add_(lo)
-            # A zero weight with a negative remainder becomes a NaN. On the CPU one sum tells whether there can be one.
-            if values.device.type != "cpu" or values.sum().isnan().item():
+            # A zero weight with a negative remainder becomes a NaN.
+            if _may_hold_nan(values):
                 bits.copy_(torch.where((hi == 0) & (lo < 0), hi.view(torch.int16).int() << 16, bits))
 
 

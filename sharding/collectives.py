@@ -334,12 +334,7 @@ class Collectives:
         if mine:
             sum_rows(received.view(self.world_size, mine), parts[self.rank], divisor, scratch)
         self._count("replica_gather", out.nbytes)
-        # Parts may differ in size, so each comes by a broadcast, to its place. All ranks launch them in one order.
-        works = [
-            dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
-            for rank, part in enumerate(parts)
-            if part.numel()
-        ]
+        works = self._start_broadcasts(parts)
 
         def finish() -> None:
             for work in works:
@@ -369,11 +364,7 @@ class Collectives:
             sum_encoded(wire, received.view(self.world_size, -1), total, divisor, work, None)
             encode(wire, total, parts[self.rank], work)
         self._count("replica_gather", sent.nbytes)
-        works = [
-            dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
-            for rank, part in enumerate(parts)
-            if part.numel()
-        ]
+        works = self._start_broadcasts(parts)
 
         def finish() -> None:
             for each in works:
@@ -381,6 +372,14 @@ class Collectives:
             decode_to(wire, sent, out, work)
 
         return InFlight(finish, works)
+
+    def _start_broadcasts(self, parts: Sequence[Tensor]) -> list[dist.Work]:
+        """Send each rank's part to all. Parts may differ in size; all ranks launch them in one order."""
+        return [
+            dist.broadcast(part, group=self.group, group_src=rank, async_op=True)
+            for rank, part in enumerate(parts)
+            if part.numel()
+        ]
 
     def _order(self, work: dist.Work) -> None:
         """Let what follows come behind a launch. On a device the stream waits, and the host does not."""

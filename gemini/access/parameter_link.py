@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -186,6 +186,14 @@ def any_link_of(tensor: Tensor) -> ParameterLink | None:
     if not getattr(tensor, "__dict__", None):
         return None  # as of most: wrapping asks thousands of plain parameters
     return detached_from(tensor).__dict__.get("_gemini")
+
+
+def by_owner(links: Iterable[ParameterLink]) -> list[list[ParameterLink]]:
+    """The links of each owner, a wrapped model or a build: these gather by different means, each its own parameters."""
+    found: dict[object, list[ParameterLink]] = {}
+    for link in links:
+        found.setdefault(link.owner, []).append(link)
+    return list(found.values())
 
 
 def known_link_of(tensor: Tensor) -> ParameterLink:

@@ -21,6 +21,7 @@ from gemini.access.parameter_link import (
     any_link_of,
     assign_grad,
     backward,
+    by_owner,
     detached_from,
     gradients,
     known_link_of,
@@ -359,15 +360,12 @@ def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """Fetch the parameters that `func` is given, call it, and note what it wrote to."""
     found = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, (ReleasedParameter, LazyDetach))]
     links = [known_link_of(tensor) for tensor in found]
-    by_owner: dict[object, list[ParameterLink]] = {}  # a wrapped model's, or a build's
-    for link in links:
-        by_owner.setdefault(link.owner, []).append(link)
     with ExitStack() as stack:
         first = args[0] if args else kwargs.get("tensor")  # nn.init gives it by keyword
         # `a.copy_(b)` reads `b`, so nothing may be skipped where a second parameter is an argument.
         overwrites = len(found) == 1 and first is found[0] and name_of(func) in OVERWRITES
         detached = all(isinstance(tensor, LazyDetach) for tensor in found)
-        for its_links in by_owner.values():
+        for its_links in by_owner(links):
             stack.enter_context(its_links[0].fetched(its_links, overwrites, detached))
         # This comes before lazy tensors are replaced, because what is written to is compared with `found` by identity.
         written = written_by(func, args, kwargs)

@@ -24,6 +24,7 @@ from gemini.access.parameter_link import any_link_of
 from gemini.access.released import LazyDetach, ReleasedParameter, guard_placeholders
 from gemini.building.store import BuildStore
 from gemini.errors import UnsupportedError
+from gemini.launch import check_group
 from gemini.log import warn_at_script
 from gemini.memory.disk import DiskTier
 from gemini.memory.memory import choose_tiers, resolve_device
@@ -31,7 +32,7 @@ from gemini.monitor.live import MemoryMonitor
 from gemini.placement.demand import Tier
 from gemini.ranks.exit_report import publish_exit
 from gemini.ranks.mesh import ranks_in
-from gemini.settings import check_dtype
+from gemini.settings import check_dtype, check_module
 from optim import in_memory_order, round_master_
 from optim.adam import refuse_unknown_arguments
 from sharding import ShardStrategy, resolve_strategy
@@ -189,8 +190,7 @@ class ZeroInitContext:
             raise ValueError(f"home must be one of {', '.join(map(repr, _HOMES))}, found {home!r}")
         if (home == "disk") != (disk_path is not None):
             raise ValueError(f"home='disk' and disk_path= belong together, found {home!r} and {disk_path!r}")
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise TypeError(f"process_group must be a ProcessGroup or None, found {type(process_group).__name__}")
+        check_group(process_group)
         self._colossal = ColossalArguments.of(colossal, dtype, process_group)
         self._device = resolve_device(target_device, "target_device")
         self._strategy = resolve_strategy("bucket" if shard_strategy is None else shard_strategy)
@@ -264,8 +264,7 @@ class ZeroInitContext:
         A module that becomes a child of another one inside the context is sharded without this call. Raises TypeError
         for anything but a module, and UnsupportedError outside the context.
         """
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch module, found {type(module).__name__}")
+        check_module("module", module)
         if self not in _active:
             raise UnsupportedError("convert() works inside its ZeroInitContext only")
         self._on_module(module, "", module)
@@ -288,8 +287,7 @@ class ZeroInitContext:
             >>> with ZeroInitContext() as context:
             ...     model = ShardedModel(context.materialize(module))
         """
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch module, found {type(module).__name__}")
+        check_module("module", module)
         if self._enabled and self not in _active:
             raise UnsupportedError("materialize() works inside its ZeroInitContext only")
         parts = [(name, part) for name, part in module.named_modules() if _on_meta(part)]

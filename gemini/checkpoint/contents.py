@@ -28,7 +28,7 @@ from gemini.checkpoint.manifest import (
     state_key,
 )
 from gemini.checkpoint.tensor_files import Box, Order, Part, can_hold, whole
-from gemini.checkpoint.values import encode, name_of
+from gemini.checkpoint.values import bytes_of, encode, name_of
 from gemini.errors import CheckpointError
 from gemini.memory.transfer import Region
 from gemini.model.sharded_model import ShardedModel
@@ -376,5 +376,4 @@ def _check_dtype(key: str, dtype: torch.dtype) -> None:
 
 
 def _digest(value: Tensor) -> bytes:
-    flat = value.to("cpu").contiguous().reshape(-1)
-    return sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").digest()
+    return sha256(bytes_of(value)).digest()

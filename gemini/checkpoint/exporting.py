@@ -75,9 +75,7 @@ def export_weights(
     for another dtype; nothing is in the folder then.
     """
     source = SavedCheckpoint(Directory(directory).find(tag))
-    folder = Path(out)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is there and not empty: name another folder")
+    folder = empty_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if config is not None:
@@ -88,6 +86,14 @@ def export_weights(
         for each in folder.iterdir():  # it was empty
             each.unlink()
         raise
+    return folder
+
+
+def empty_folder(out: str | os.PathLike[str]) -> Path:
+    """The folder to write, which need not be there yet. Raises CheckpointError for a file, or a folder with files."""
+    folder = Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is there and not empty: name another folder")
     return folder
 
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA
 
 from gemini.checkpoint.directory import Directory
+from gemini.checkpoint.exporting import empty_folder
 from gemini.checkpoint.loading import SavedCheckpoint, whole_of_bytes
 from gemini.checkpoint.manifest import OPTIM, WEIGHT, ParameterFact, scale_key, state_key, write_durably
 from gemini.checkpoint.tensor_files import OpenFiles, whole
@@ -140,9 +141,7 @@ def _written(
 ) -> Iterator[tuple[_Training, Path]]:
     """The checkpoint, and the folder to write, which is empty; and empty again after an error."""
     source = SavedCheckpoint(Directory(directory).find(tag))
-    folder = Path(out)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is there and not empty: name another folder")
+    folder = empty_folder(out)
     with source.checked_files() as files:
         training = _Training(source, files, told)
         folder.mkdir(parents=True, exist_ok=True)

@@ -137,10 +137,15 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def _encode_tensor(value: Tensor) -> dict[str, Any]:
-    # On the CPU whatever the device was: a checkpoint loads on machines that have another one.
+def bytes_of(value: Tensor) -> bytes:
+    """The elements of a tensor on any device, one behind the other, in their own dtype. Local."""
     flat = value.detach().to("cpu").contiguous().reshape(-1)
-    data = base64.b64encode(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").decode()
+    # An empty tensor has no memory that could be viewed as bytes.
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _encode_tensor(value: Tensor) -> dict[str, Any]:
+    data = base64.b64encode(bytes_of(value)).decode()
     return {_TAG: "tensor", "v": data, "dtype": name_of(value.dtype), "shape": list(value.shape)}
 
 

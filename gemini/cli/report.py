@@ -441,7 +441,6 @@ def show_remedies(name: str, found: Answer, console: Console, given: Options = (
 def _show_bytes(found: Answer, console: Console) -> None:
     plan = found.plan
     assert plan is not None
-    on_device, on_host, on_disk = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
     activations = found.activations_at_hand
     # Gradients that find no slot lie on the host for a part of the step, beside the homes there.
     passing = 0 if found.predicted is None else found.predicted.host_peak - plan.host_bytes
@@ -462,7 +461,7 @@ def _show_bytes(found: Answer, console: Console) -> None:
         table.add_row(words, *cells[:num_tiers])
 
     for kind, words in _KINDS.items():
-        held = [by_kind.get(kind, 0) for by_kind in (on_device, on_host, on_disk)]
+        held = [by_kind.get(kind, 0) for by_kind in plan.bytes_by_tier]
         # Kinds that a model does not have, such as masters beside fp32 weights, get no row.
         if any(held):
             row(words, *map(cell, held))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gemini.checkpoint.directory import Directory
+from gemini.deepspeed.comm import get_local_rank, init_distributed
 from gemini.deepspeed.parameters import mark
 from gemini.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum, kinds_of
 from gemini.deepspeed.utils import RepeatingLoader
@@ -26,7 +27,6 @@ from gemini.engine.initialize import OptimizerLike, SchedulerLike, Source, agree
 from gemini.engine.step_log import StepLog
 from gemini.engine.trainer.hooks import forward, loss_in, moved
 from gemini.errors import ConfigError, GeminiError, UnsupportedError
-from gemini.launch import launch_from_torch
 from gemini.log import warn_at_script
 
 # -- `DeepSpeedEngine`: an `Engine` with the methods that loops for DeepSpeed call.
@@ -324,7 +324,7 @@ class DeepSpeedEngine(Engine):
     @property
     def local_rank(self) -> int:
         """This rank among those of its machine, as the launcher counts them; 0 without one."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return get_local_rank()
 
     @property
     def world_size(self) -> int:
@@ -523,9 +523,7 @@ def initialize(
     """
     if model is None and isinstance(args, nn.Module):
         args, model = None, args
-    if dist_init_required is not False and not dist.is_initialized():
-        # As with DeepSpeed, random numbers are left to the script.
-        launch_from_torch(seed=None)
+    init_distributed(dist_init_required=dist_init_required)
     group = mpu.get_data_parallel_group() if mpu is not None else None
     # To `agreed` None means this rank alone.
     ranks = dist.group.WORLD if group is None and dist.is_initialized() else group

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from gemini.engine.config import Config, load_config
 from gemini.engine.config.config import SETTINGS
 from gemini.engine.config.load import Dialect
+from gemini.engine.config.load import Source as Source
 from gemini.engine.engine import Engine
 from gemini.engine.schedules import make_schedule, moves_by_metric
 from gemini.errors import ConfigError, DivergenceError, UnsupportedError
@@ -35,7 +35,7 @@ from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.placement.demand import Kind, Tier, format_bytes
 from gemini.ranks.mesh import ranks_in
-from gemini.settings import Settings
+from gemini.settings import Settings, check_module
 from optim.adam import ON_DISK
 from sharding import Collectives
 
@@ -168,8 +168,7 @@ def assemble(
     what `ShardedModel` and `ShardedOptimizer` raise.
     """
     # Wrapping changes the user's module for good: what can be refused is refused before it.
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, found {type(model).__name__}")
+    check_module("model", model)
     _check_kinds(optimizer, criterion, lr_scheduler)
     # The engine moves what the config names and what a callable makes, in both call forms: the script has no object
     # whose `step` it could call.
@@ -505,7 +504,6 @@ def _bytes(model: ShardedModel, trains: bool) -> Table:
 # -- Agreement on the config: equal on all ranks, or an error on all of them, before anything is allocated.
 
 
-Source = Config | Mapping[str, Any] | str | os.PathLike[str] | None
 _GOOD, _BAD = b"\0", b"\1"
 
 

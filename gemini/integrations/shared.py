@@ -17,6 +17,7 @@ from gemini.engine.initialize import Source, agreed_config
 from gemini.errors import CheckpointError, ConfigError, UnsupportedError
 from gemini.launch import launched_config
 from gemini.log import get_dist_logger
+from gemini.model.plain import are_plain_processes
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.settings import Weights
@@ -107,8 +108,11 @@ def config_of_all_ranks(source: Source, auto: Mapping[str, Any]) -> Config:
 
     source: None: what `gemini.launch_from_torch(config=...)` was given, else all defaults.
     """
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return agreed_config(launched_config() if source is None else source, group, auto=auto)
+    return agreed_config(launched_config() if source is None else source, _all_ranks(), auto=auto)
+
+
+def _all_ranks() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 # -- Ranks in another library's loop: whether it counts all of them, failures of which all must hear, common files.
@@ -120,10 +124,9 @@ _TAG = "state"
 def refuse_kind(kind: str, instead: str) -> None:
     """Raises UnsupportedError where `accelerate launch` was told to shard models by another library. Local.
 
-    kind: Accelerate's word for how processes train together. NO is one process; MULTI_GPU, MULTI_CPU and their like are
-    plain data parallelism. instead: what to write.
+    kind: Accelerate's word for how processes train together. instead: what to write.
     """
-    if kind != "NO" and not kind.startswith("MULTI_"):
+    if not are_plain_processes(kind):
         raise UnsupportedError(f"Accelerate is set to {kind}, which shards or moves models itself: {instead}")
 
 
@@ -135,7 +138,8 @@ def refuse_unknown_ranks(known: int, whose: str, remedy: str) -> None:
 
     known: how many processes the library counts. whose: what in it says so. remedy: what to write instead.
     """
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    group = _all_ranks()
+    ranks = 1 if group is None else group.size()
     if known != ranks:
         raise UnsupportedError(
             f"there are {ranks} ranks, of which {whose} knows {known}: each would train on all of the data and write "
@@ -145,9 +149,10 @@ def refuse_unknown_ranks(known: int, whose: str, remedy: str) -> None:
 
 def folder_of_rank_0(folder: str) -> str:
     """Rank 0's name of a folder that all ranks write into, where the time may be a part of the name. Collective."""
-    if not (dist.is_available() and dist.is_initialized()):
+    group = _all_ranks()
+    if group is None:
         return folder
-    named = [name.decode() for name in Collectives(dist.group.WORLD).all_gather_bytes(folder.encode())]
+    named = [name.decode() for name in Collectives(group).all_gather_bytes(folder.encode())]
     other = next((rank for rank, name in enumerate(named) if name != named[0]), None)
     if other is not None:
         get_dist_logger().warning(

@@ -19,7 +19,7 @@ from gemini.errors import UnsupportedError
 from gemini.model.operators import specs_of
 from gemini.model.sharded_model import tie_aliases
 from gemini.placement.budget import FreeBytes
-from gemini.placement.demand import OPTIM_STATES, Kind, Tier
+from gemini.placement.demand import OPTIM_STATES, Kind
 from gemini.placement.needs import Packed
 from gemini.placement.plan import Plan
 from gemini.placement.search import plan_training
@@ -120,8 +120,7 @@ def estimate_memory(
     # Without free bytes: the machine at hand need not be the one that will train.
     states = optim_states if optimizer is None else states_per_element(module, optimizer)
     plan = plan_training(packed_of(module, settings, world_size), settings, FreeBytes(), states)
-    on_device, on_host, on_disk = (plan.placement.bytes_by_kind(plan.demand, tier) for tier in Tier)
-    return MemoryEstimate(num_parameters_of(module), on_device, on_host, on_disk, plan)
+    return MemoryEstimate(num_parameters_of(module), *plan.bytes_by_tier, plan)
 
 
 OPTIMIZERS = ("adam", "8bit", "bf16", "sgd")

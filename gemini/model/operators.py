@@ -21,7 +21,7 @@ from gemini.errors import UnsupportedError
 from gemini.log import warn_at_script
 from gemini.memory.modes import never_traced
 from gemini.placement.demand import ModelSpec, OperatorSpec, WeightSpec
-from gemini.settings import CASTABLE_DTYPES, Settings, dtype_of
+from gemini.settings import CASTABLE_DTYPES, Settings, check_module, dtype_of
 from optim import HALF_DTYPES
 
 # -- Parametrizations and pruning of `torch.nn.utils`, recognised by the names of parameters.
@@ -388,8 +388,7 @@ def _mark(model: nn.Module, classes: Modules, function: str, mark: bool) -> list
     wanted = (classes,) if isinstance(classes, (type, str)) else tuple(classes)
     if not wanted or not all(isinstance(each, str) or _is_module_class(each) for each in wanted):
         raise TypeError(f"classes must be a module class, a name, or several of them, found {classes!r}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, found {type(model).__name__}")
+    check_module("model", model)
     # Find all modules before the first is marked, so that an error marks none.
     answers = {each: [m for name, m in model.named_modules() if _is(each, name, m)] for each in wanted}
     absent = [each if isinstance(each, str) else each.__name__ for each, modules in answers.items() if not modules]

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from gemini.access.link import link_of
-from gemini.access.parameter_link import ParameterLink, any_link_of, own_grad
+from gemini.access.parameter_link import ParameterLink, any_link_of, by_owner, own_grad
 from gemini.access.released import CONVERSION, cannot_take, changes_nothing
 from gemini.access.states import States
 from gemini.access.weights import load_part, load_whole_state_dict, whole_state_dict
@@ -100,13 +100,9 @@ class GatheredParameters:
             raise ValueError(f"modifier_rank must be None or one of the {world_size} ranks, found {rank!r}")
 
     def __enter__(self) -> None:
-        # A model that is built and one that is wrapped gather by different means: each gathers its own parameters.
-        by_owner: dict[object, list[ParameterLink]] = {}
-        for link in self._links:
-            by_owner.setdefault(link.owner, []).append(link)
         # The inner stack undoes the gathers if a later one, or a copy, fails.
         with ExitStack() as stack:
-            for links in by_owner.values():
+            for links in by_owner(self._links):
                 stack.enter_context(links[0].gathered(links))
             with torch.no_grad():
                 # The copies are on the CPU: no plan has device memory for whole parameters a second time.
@@ -182,6 +178,15 @@ _AUTOCAST = (
 )
 
 
+def are_plain_processes(kind: str) -> bool:
+    """Whether Accelerate's word for how processes train together stands for one process, or plain data parallelism.
+
+    Those are NO, and MULTI_GPU, MULTI_CPU and their like. Others, such as FSDP and DEEPSPEED, shard or move models, and
+    prepare and save them by functions of their own.
+    """
+    return kind == "NO" or kind.startswith("MULTI_")
+
+
 def is_prepared(world_size: int) -> bool:
     """Whether to tell `Accelerator.prepare` that the model is prepared. On several ranks it would wrap it in DDP.
 
@@ -195,9 +200,7 @@ def is_prepared(world_size: int) -> bool:
         return world_size > 1
     state = accelerate.AcceleratorState()
     kind: str = state.distributed_type.value
-    # "NO" and "MULTI_GPU", "MULTI_CPU" and so on are plain processes. Other kinds, such as "FSDP" and "DEEPSPEED",
-    # prepare and save models by functions of their own.
-    if kind != "NO" and not kind.startswith("MULTI_"):
+    if not are_plain_processes(kind):
         raise UnsupportedError(
             f"Accelerate is set to {kind}, whose functions cannot prepare, save or load a ShardedModel: choose its "
             "plain training on several processes (torchrun, or accelerate launch --multi_gpu), and give stage= and the "

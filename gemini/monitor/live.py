@@ -91,6 +91,16 @@ _UNKNOWN = -1
 _UNBOUNDED = 1  # stands for negated free bytes, which are at most 0: the maximum over ranks is then unbounded
 
 
+def _negated(free: int) -> int:
+    """Free bytes, or `_UNKNOWN`, such that the maximum over ranks is that of the rank with the fewest."""
+    return _UNBOUNDED if free == _UNKNOWN else -free
+
+
+def _free_of(negated: int) -> int | None:
+    """The inverse of `_negated`. None: there is no bound."""
+    return None if negated == _UNBOUNDED else -negated
+
+
 @dataclass(frozen=True)
 class LiveBytes:
     """The device's memory, as all ranks agreed on it at a step.
@@ -175,7 +185,7 @@ class LiveMemory:
         """
         before, (free, activations) = self._num_ooms, self._figures(self._source.read())
         self.forgive()
-        return [self._num_ooms - before, activations, _UNBOUNDED if free == _UNKNOWN else -free]
+        return [self._num_ooms - before, activations, _negated(free)]
 
     def forgive(self) -> None:
         """Count the out-of-memory failures up to the last reading as handled by all ranks. Local."""
@@ -183,10 +193,8 @@ class LiveMemory:
 
     def agree_on_shortage(self, words: list[int]) -> None:
         """Adopt the figures of a shortage. words: maxima over ranks. Local, and equal on all ranks."""
-        ooms, activations, free = words
-        self._agreed = LiveBytes(
-            None if free == _UNBOUNDED else -free, None if activations == _UNKNOWN else activations, ooms > 0
-        )
+        ooms, activations, negated = words
+        self._agreed = LiveBytes(_free_of(negated), None if activations == _UNKNOWN else activations, ooms > 0)
 
     def bound(self, most_activations: int | None) -> list[int]:
         """Return [whether this rank lacks activations or a bound, the bound, negated free bytes] of this rank. Local.
@@ -195,12 +203,12 @@ class LiveMemory:
         """
         free, activations = self._figures(self._source.read())
         is_unknown = activations == _UNKNOWN or most_activations is None
-        return [int(is_unknown), most_activations or 0, _UNBOUNDED if free == _UNKNOWN else -free]
+        return [int(is_unknown), most_activations or 0, _negated(free)]
 
     def agree_on_bound(self, words: list[int]) -> LiveBytes | None:
         """The agreed bound, as `activations`. None: some rank has none. words: maxima over ranks. Local."""
-        is_unknown, most_activations, free = words
-        return None if is_unknown else LiveBytes(None if free == _UNBOUNDED else -free, most_activations)
+        is_unknown, most_activations, negated = words
+        return None if is_unknown else LiveBytes(_free_of(negated), most_activations)
 
     def _figures(self, reading: DeviceReading) -> tuple[int, int]:
         """Return (free bytes, including the model's own; peak of activations of the last steps)."""

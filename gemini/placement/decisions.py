@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gemini.placement.budget import ACTIVATION_FRACTION, Budget
-from gemini.placement.demand import Demand, Kind, ModelSpec, Placement
+from gemini.placement.demand import Demand, Kind, ModelSpec, Placement, Tier
 from gemini.placement.needs import uses_of
 from gemini.placement.packing import Packing
 from gemini.settings import Settings
@@ -60,6 +60,17 @@ class Decisions:
     def device_bytes(self) -> int:
         """Model data that the device holds at its peak on each rank."""
         return self.placement.device_bytes(self.demand)
+
+    @property
+    def bytes_by_tier(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """Bytes on device, host and disk, by kind of state."""
+        device, host, disk = (self.placement.bytes_by_kind(self.demand, tier) for tier in Tier)
+        return device, host, disk
+
+    @property
+    def spare_device_bytes(self) -> int | None:
+        """What the plan leaves of the device's budget. None: there is no bound."""
+        return None if self.budget.device is None else self.budget.device - self.device_bytes
 
     @cached_property
     def host_bytes(self) -> int:

@@ -74,6 +74,11 @@ class Dtype:
         """Whether weights of this dtype have fp32 masters."""
         return self.name in ("float16", "bfloat16")
 
+    @property
+    def summed(self) -> Dtype:
+        """In which ranks add gradients that travel in this dtype."""
+        return FLOAT32 if self.is_half else self
+
 
 FLOAT32 = Dtype("float32", 4)
 
@@ -92,6 +97,16 @@ class ChunkDtypes:
     def narrows(self) -> bool:
         """Whether a gradient is rounded when it comes to rest."""
         return self.rest.is_half and self.rest != self.weight
+
+    @property
+    def rests_as_is(self) -> bool:
+        """Whether the reduced gradient has the weights' dtype."""
+        return self.rest == self.weight
+
+    def arriving(self, is_alone: bool) -> Dtype:
+        """In which a gradient leaves the device for a home on the host. is_alone: there is one rank."""
+        # One rank copies it in the weights' dtype, unless it was rounded before: the narrower one crosses the link.
+        return self.weight if is_alone and not self.narrows else self.rest
 
 
 # -- A model's demand for memory, in numbers: the input of every placement policy. No tensor, no device, no rank.
@@ -135,6 +150,11 @@ OPTIM_STATES = 2
 Numbers of states are in states of full precision: moments of 8 bits count as 2 x 260 / 1,024."""
 
 
+def optimizer_tier(homes: dict[Kind, Tier]) -> Tier:
+    """Where a chunk's optimizer state rests, or would rest beside its parameters if it has none."""
+    return homes.get(Kind.OPTIM, homes[Kind.PARAM])
+
+
 def update_tier(tier: Tier) -> Tier:
     """Where a chunk is updated whose optimizer state rests on `tier`: from the disk it is brought to the host."""
     return Tier.HOST if tier is Tier.DISK else tier
@@ -176,6 +196,11 @@ class ChunkDemand:
     link: LinkBytes = LinkBytes()
     updated_numel: int = 0  # elements that this rank updates in a step
     optim_states: float = field(default=OPTIM_STATES, compare=False)  # per element; in `home_bytes`, if it has any
+
+    @property
+    def around_bytes(self) -> int:
+        """What a kept slot takes beside the parameter home, which is a part of it."""
+        return self.payload_bytes - self.home_bytes[Kind.PARAM]
 
     def needs_slot_of(self, kind: Kind) -> bool:
         """Whether using its parameters (or gradient) takes a slot even where they are at home on the device.
@@ -244,6 +269,11 @@ _Homes = Sequence[dict[Kind, Tier]]
 _Alike = list[tuple[ChunkDemand, dict[Kind, Tier], int]]
 
 
+def identities(chunks: Sequence[ChunkDemand], homes: _Homes) -> list[tuple[int, int]]:
+    """A key for each chunk, which equal chunks share: homes are dicts, which have no hash. Local; raises nothing."""
+    return list(zip(map(id, chunks), map(id, homes), strict=True))
+
+
 class _Groups:
     """Groups of identical chunks, cached for the last (chunks, homes) that were asked for."""
 
@@ -258,9 +288,8 @@ class _Groups:
         """
         before, had = self._asked
         if before is not chunks or had is not homes:
-            # Group by identity: homes are dicts, which have no hash. `_asked` holds references to all members, so no id
-            # is reused while the cache is valid.
-            keys = list(zip(map(id, chunks), map(id, homes), strict=True))
+            # `_asked` holds references to all members, so no id is reused while the cache is valid.
+            keys = identities(chunks, homes)
             first = dict(zip(keys, zip(chunks, homes, strict=True), strict=True))
             self._asked, self._found = (chunks, homes), [(*first[key], count) for key, count in Counter(keys).items()]
         return self._found
@@ -287,6 +316,10 @@ class Placement:
         """
         return self.groups.of(demand.chunks, self.homes)
 
+    def around_bytes(self, demand: Demand) -> int:
+        """What kept slots take beside the homes in them. Local; raises nothing."""
+        return sum(demand.chunks[index].around_bytes for index in self.kept)
+
     def bytes_by_kind(self, demand: Demand, tier: Tier) -> dict[str, int]:
         """Bytes that this placement puts on a tier: states by kind, and on the device slots and scratch.
 
@@ -299,9 +332,7 @@ class Placement:
                     found[kind] += count * num_bytes
         if tier is Tier.DEVICE:
             # A kept slot contains the chunk's parameter home, which is counted above. Add what is around it.
-            kept = (demand.chunks[index] for index in self.kept)
-            around = sum(chunk.payload_bytes - chunk.home_bytes[Kind.PARAM] for chunk in kept)
-            found["slots"] = around + _total(self.num_slots, demand.slot_bytes)
+            found["slots"] = self.around_bytes(demand) + _total(self.num_slots, demand.slot_bytes)
             found["gradient slots"] = _total(self.num_gradient_slots, demand.gradient_slot_bytes)
             found["scratch"] = demand.scratch_bytes
         return found

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Protocol
 
+from gemini.placement.demand import ChunkDtypes
+
 
 @dataclass(frozen=True)
 class SumRule:
@@ -39,6 +41,11 @@ class SumRule:
             resumes_pieces=is_alone,
             widens=widens,
         )
+
+    @staticmethod
+    def planned(world_size: int, dtypes: ChunkDtypes) -> SumRule:
+        """The rule of a chunk that is planned."""
+        return SumRule.of(world_size, dtypes.weight.itemsize, rests_as_is=dtypes.rests_as_is, widens=dtypes.widens)
 
 
 # -- The states of a chunk's gradient, and what may follow what.

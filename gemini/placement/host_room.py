@@ -122,7 +122,7 @@ def check_room_at_rest(plan: Plan, resting: Mapping[int, int], held_bytes: int) 
     """
     if plan.budget.host is None:
         return
-    spare, on_host = None if plan.budget.device is None else plan.budget.device - plan.device_bytes, 0
+    spare, on_host = plan.spare_device_bytes, 0
     for index, num_bytes in resting.items():
         # As in a run, the host takes what finds no room on the device.
         if plan.placement.homes[index][Kind.GRAD] is Tier.DEVICE and (spare is None or num_bytes <= spare):

@@ -21,6 +21,7 @@ from gemini.placement.demand import (
     ModelSpec,
     OperatorSpec,
 )
+from gemini.placement.gradient import SumRule
 from gemini.placement.packing import ChunkFacts, Packing, packings
 from gemini.settings import Settings
 from sharding import ALIGNMENT, SUM_TILE_NUMEL, ShardLayout, exchange_numels, replica_numels
@@ -71,7 +72,7 @@ def tile_bytes(travel: Dtype, rest: Dtype, rests_whole: bool, layout: ShardLayou
     layout: the chunk's. They hold the send and the receive buffer, the mean, the fp32 sum that is rounded to it, the
     means of all ranks if every rank keeps the whole gradient, and what replicas need beside.
     """
-    summed, all_numel = FLOAT32 if travel.is_half else travel, layout.world_size * numel
+    summed, all_numel = travel.summed, layout.world_size * numel
     if layout.wire is not None:
         return _encoded_tile_bytes(rest, rests_whole, layout, numel)
     pieces = [all_numel * travel.itemsize] * 2 + [numel * rest.itemsize]
@@ -128,10 +129,10 @@ def whole_exchange_bytes(chunk: ChunkFacts, stage: int) -> int:
     if dtypes.rest != dtypes.weight and stage == 0:
         pieces.append(layout.numel * dtypes.rest.itemsize)
     # One tile of the sum, if the result is rounded from it.
-    summed = FLOAT32 if dtypes.travel.is_half else dtypes.travel
-    if dtypes.rest != summed:
-        pieces.append(summed.itemsize * min(layout.shard_numel, SUM_TILE_NUMEL))
+    summed = dtypes.travel.summed
     rounds = dtypes.rest != summed
+    if rounds:
+        pieces.append(summed.itemsize * min(layout.shard_numel, SUM_TILE_NUMEL))
     if layout.wire is None:
         in_replicas = replica_numels(layout.shard_numel, layout.num_replicas, rounds)
         pieces += [each * summed.itemsize for each in in_replicas]
@@ -293,10 +294,9 @@ def _chunk_demand(
     may_be_on_disk = chunk.home_layout.world_size == chunk.optim_layout.world_size and not chunk.may_lend_home
     # Of its payload, with the same values: such a home may lie inside a slot.
     is_home_a_part = chunk.fetch_layout.wire is None and secondary is None
-    # With one rank, fp32 micro-batches accumulate in the gradient home itself. Several ranks, and gradients that rest
-    # in another dtype or in 16 bits, need a slot: the new gradient must not overwrite the running sum.
-    accumulates_at_home = world_size == 1 and not dtypes.weight.is_half and dtypes.rest == dtypes.weight
-    accumulates_at_home &= not frees_gradient
+    # Where a sum is resumed, micro-batches accumulate in the gradient home itself. All others need a slot: the new
+    # gradient must not overwrite the running sum.
+    accumulates_at_home = SumRule.planned(world_size, dtypes).resumes and not frees_gradient
     return ChunkDemand(
         chunk.payload_bytes,
         home_bytes,
@@ -320,12 +320,11 @@ def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: i
     dtypes, numel = chunk.dtypes, chunk.optim_layout.shard_numel
     updated = dtypes.weight.itemsize * numel
     is_wide = micro_batches > 1 and dtypes.widens
-    # One rank copies the gradient in the weight's dtype, unless it is rounded on the device before (`narrows`).
-    arriving = dtypes.weight if world_size == 1 and not dtypes.narrows else dtypes.rest
+    arriving = dtypes.arriving(world_size == 1)
     # At stage 0 every rank keeps the whole mean, at all other stages its own part.
     reduced = micro_batches * arriving.itemsize * (chunk.layout.numel if stage == 0 else chunk.layout.shard_numel)
-    if world_size == 1 and not dtypes.weight.is_half and dtypes.rest == dtypes.weight:
-        # One rank resumes its fp32 sum, so each further micro-batch first brings the sum to the device.
+    if SumRule.planned(world_size, dtypes).resumes:
+        # Each further micro-batch first brings the sum to the device.
         reduced += (micro_batches - 1) * updated
     return LinkBytes(
         read=0 if dtypes.weight.is_half and not chunk.splits_master else updated,

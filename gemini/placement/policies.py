@@ -9,7 +9,7 @@ from enum import Enum
 from functools import partial
 
 from gemini.errors import BudgetError
-from gemini.placement.demand import OF_OPTIMIZER, ChunkDemand, Demand, Kind, Placement, Tier
+from gemini.placement.demand import OF_OPTIMIZER, ChunkDemand, Demand, Kind, Placement, Tier, identities
 from gemini.placement.policy import (
     Addition,
     PlacementPolicy,
@@ -79,7 +79,7 @@ def _updated_where_least_moves(demand: Demand, placement: Placement) -> Placemen
     if all(chunk.optim_states for chunk in demand.chunks):
         return placement
     found: dict[tuple[int, int], dict[Kind, Tier]] = {}  # by chunk and homes, which thousands of chunks share
-    keys = list(zip(map(id, demand.chunks), map(id, placement.homes), strict=True))
+    keys = identities(demand.chunks, placement.homes)
     for key, chunk, homes in zip(keys, demand.chunks, placement.homes, strict=True):
         if key not in found:
             found[key] = homes
@@ -111,7 +111,7 @@ def _move_in(demand: Demand, placement: Placement, step: Purchase, budget_bytes:
     if not any(found.values()):
         return placement
     # Every chunk is tried by itself, in order of first use, though equal ones share what was found above.
-    keys = list(zip(map(id, demand.chunks), map(id, placement.homes), strict=True))
+    keys = identities(demand.chunks, placement.homes)
     owners = [(index, addition) for index, key in enumerate(keys) if (addition := found[key]) is not None]
     fitting = that_fit(demand, placement, [addition for _, addition in owners], budget_bytes)
     if not fitting:

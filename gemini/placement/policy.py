@@ -16,6 +16,7 @@ from gemini.placement.demand import (
     Placement,
     Tier,
     format_bytes,
+    optimizer_tier,
     update_tier,
 )
 
@@ -69,7 +70,7 @@ def _fetched_bytes(demand: Demand, placement: Placement) -> list[int]:
 
 def at_rest_bytes(chunk: ChunkDemand, homes: dict[Kind, Tier]) -> int:
     """The bytes that gradients and the update move for a trained chunk."""
-    link, param, at = chunk.link, homes[Kind.PARAM], homes.get(Kind.OPTIM, homes[Kind.PARAM])
+    link, param, at = chunk.link, homes[Kind.PARAM], optimizer_tier(homes)
     grad = homes[Kind.GRAD] if chunk.home_bytes[Kind.GRAD] else param  # without a home it rests in the parameters'
     if chunk.frees_gradient:
         grad = Tier.DEVICE
@@ -211,10 +212,7 @@ def _that_may_keep_slots(
     # Equal chunks get one `Addition`: `that_fit` tells by its identity that an equal one was refused already.
     each = {id(chunk): chunk for chunk in (demand.chunks[index] for index in indices)}
     # A kept slot contains the parameter home, which is counted already, so that only the rest of the payload is new.
-    around_each = {
-        key: Addition(chunk.payload_bytes - chunk.home_bytes[Kind.PARAM], chunk.oversize, chunk.needs_slot)
-        for key, chunk in each.items()
-    }
+    around_each = {key: Addition(chunk.around_bytes, chunk.oversize, chunk.needs_slot) for key, chunk in each.items()}
     around = [around_each[id(demand.chunks[index])] for index in indices]
     return [indices[number] for number in that_fit(demand, placement, around, budget_bytes)]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gemini.placement.budget import Budget
 from gemini.placement.decisions import Decisions
-from gemini.placement.demand import Demand, Kind, Placement, Tier, update_tier
+from gemini.placement.demand import Demand, Kind, Placement, Tier, optimizer_tier, update_tier
 from gemini.placement.next_use import Act, Events, Moment, PassKind, PassSchedule, Phase
 from gemini.placement.packing import BYTES_PER_COLLECTIVE, ChunkFacts, Packing
 from gemini.placement.payload_rules import PayloadRules
@@ -474,8 +474,8 @@ def states_in_words(demand: Demand, placement: Placement, budget: Budget, size: 
         yield f"At rest on the {tier}: {', '.join(found) or 'nothing'}."
     if placement.kept:
         # The parameter home inside the slot is among the weights at rest, in the lines above.
-        around = sum(demand.chunks[i].payload_bytes - demand.chunks[i].home_bytes[Kind.PARAM] for i in placement.kept)
-        yield f"{len(placement.kept)} chunks keep a slot around their weights on the device: {size(around)} more."
+        around = size(placement.around_bytes(demand))
+        yield f"{len(placement.kept)} chunks keep a slot around their weights on the device: {around} more."
     for words, counts, sizes_bytes in (
         ("slot", placement.num_slots, demand.slot_bytes),
         ("gradient slot", placement.num_gradient_slots, demand.gradient_slot_bytes),
@@ -509,7 +509,7 @@ def moves_in_words(demand: Demand, placement: Placement, world_size: int, infers
     trained = [chunk for chunk, homes in chunks if Kind.GRAD in homes]
     grads = _at_rest(demand, placement, Kind.GRAD, Tier.HOST)
     # Weights travel to the update and back where they rest on another tier than the optimizer state.
-    apart = [homes for _, homes in chunks if homes.get(Kind.OPTIM, homes[Kind.PARAM]) is not homes[Kind.PARAM]]
+    apart = [homes for _, homes in chunks if optimizer_tier(homes) is not homes[Kind.PARAM]]
     found = []
     if from_host:
         num_bytes = sum(chunk.home_bytes[Kind.PARAM] for chunk in from_host)

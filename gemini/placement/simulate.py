@@ -6,7 +6,7 @@ from collections import Counter
 from enum import StrEnum
 
 from gemini.placement.decisions import Decisions
-from gemini.placement.demand import FLOAT32, ChunkDtypes, Kind, Tier
+from gemini.placement.demand import ChunkDtypes, Kind, Tier
 from sharding import ShardLayout
 
 # -- Counts the bytes that cross the links and that ranks exchange in a step, by purpose, without moving any.
@@ -66,7 +66,7 @@ class Traffic:
         self.exchange(Exchange.REDUCE, layout.traveling_bytes(layout.numel, dtypes.travel.itemsize), launches)
         if layout.num_replicas > 1:
             # A sum is sent in the dtype in which it is added, and comes back in that in which it rests.
-            summed = FLOAT32 if dtypes.travel.is_half else dtypes.travel
+            summed = dtypes.travel.summed
             both = (layout.traveling_bytes(layout.shard_numel, each.itemsize) for each in (summed, dtypes.rest))
             self.exchange(Exchange.REPLICAS, sum(both), launches)
 

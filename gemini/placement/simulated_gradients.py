@@ -70,9 +70,8 @@ class SimulatedPlaces(PlaceRules):
             facts.may_lend_home and not demand.home_bytes.get(Kind.GRAD)
             for facts, demand in zip(self._facts, plan.demand.chunks, strict=True)
         ]
-        # Device bytes that the plan leaves of its budget. What a step allocates there beyond the plan has to fit into
-        # them.
-        self._free = None if plan.budget.device is None else plan.budget.device - plan.device_bytes
+        # What a step allocates on the device beyond the plan has to fit into these.
+        self._free = plan.spare_device_bytes
         self._held = {Tier.DEVICE: 0, Tier.HOST: 0}  # bytes in use that the plan has not counted
         self._peaks = dict(self._held)  # their peaks
         self._lent: set[int] = set()  # chunks whose parameter home holds the gradient
@@ -363,10 +362,9 @@ class Gradients(GradientRules):
     def _bytes_of_mean(self, chunk: int) -> int:
         """Bytes of what was reduced on the device."""
         layout, dtypes = self._facts[chunk].layout, self._facts[chunk].dtypes
-        if self._books.is_alone:
-            # One rank rounds on the device, so that the narrower gradient crosses the link.
-            return layout.numel * (dtypes.rest if dtypes.narrows else dtypes.weight).itemsize
-        return (layout.numel if self._stage == 0 else layout.shard_numel) * dtypes.rest.itemsize
+        arriving = dtypes.arriving(self._books.is_alone)
+        # At stage 0 every rank keeps the whole mean, at all other stages its own part.
+        return (layout.numel if self._stage == 0 else layout.shard_numel) * arriving.itemsize
 
 
 def _books_of(plan: Decisions) -> dict[int, SimulatedGradient]:
@@ -382,13 +380,13 @@ def _books_of(plan: Decisions) -> dict[int, SimulatedGradient]:
         # rests in the parameter home, or is offloaded.
         has_home = chunk.home_bytes[Kind.GRAD] > 0 or not (facts.may_lend_home or facts.layout.numel)
         home = plan.placement.homes[index][Kind.GRAD] if has_home else None
-        dtypes, rests_as_is = facts.dtypes, facts.dtypes.rest == facts.dtypes.weight
-        sums = SumRule.of(plan.world_size, dtypes.weight.itemsize, rests_as_is=rests_as_is, widens=dtypes.widens)
+        dtypes = facts.dtypes
+        sums = SumRule.planned(plan.world_size, dtypes)
         gradient = SimulatedGradient(index, facts.oversize, sums, trained, is_alone=is_alone, is_chosen=facts.is_chosen)
         # Gradients are written to a home only if it is on the device, has the dtype of the weight, and has room for a
         # whole payload.
         keeps_whole = plan.settings.stage <= 1 or is_alone
         wide = home if plan.demand.holds_sums and dtypes.widens else None
-        gradient.note_memory(home, wide, has_whole=keeps_whole and rests_as_is and home is Tier.DEVICE)
+        gradient.note_memory(home, wide, has_whole=keeps_whole and dtypes.rests_as_is and home is Tier.DEVICE)
         found[index] = gradient
     return found

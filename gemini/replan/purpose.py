@@ -79,7 +79,7 @@ class Purpose:
     def begin_graph(self) -> None:
         """A graph is about to be built, between steps: begin training. If there is no room, the backward raises."""
         self._may_infer = False
-        if self._manager.plan.infers and self._manager.training.refused is None:
+        if self._manager.training.may_begin:
             error = self._try_training("a graph of trained parameters")
             if error is not None:
                 self._manager.training.refuse(error)

@@ -288,7 +288,7 @@ class Trainability:
 
     def _note_graphs(self) -> None:
         """Watch for graphs of all trained parameters: memory does not follow their flags yet."""
-        if self._manager.plan.infers and self._manager.training.refused is None:
+        if self._manager.training.may_begin:
             self.flags_raised.update(number for number, flag in enumerate(self._flags) if flag)
 
     def _check_between_steps(self, what: str, when: str = "between the micro-batches of a step") -> None:

@@ -44,6 +44,11 @@ class TrainingState:
         self._placement: Placement | None = None
         self._taken: list[tuple[Chunk, Kind]] = []  # by the last call of `_allocate`
 
+    @property
+    def may_begin(self) -> bool:
+        """Whether the plan in force is for inference, and no plan for training has been refused beside it."""
+        return self._infers and self.refused is None
+
     def follow(self, demand: Demand, placement: Placement, infers: bool) -> None:
         """Another plan is in force: memory that is still missing will be taken where it says.
 

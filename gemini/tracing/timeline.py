@@ -143,10 +143,12 @@ def failures_of(trace: RankTrace) -> list[tuple[float, str]]:
 def copies_of(trace: RankTrace) -> list[Slice]:
     """The copies between tiers; their names are the links."""
     copied = (each.event for each in trace.entries if isinstance(each.event, Copied))
-    return [
-        Slice(each.link, each.begin_s, each.begin_s if each.end_s is None else each.end_s, {"bytes": each.num_bytes})
-        for each in copied
-    ]
+    return [Slice(each.link, each.begin_s, _end_of(each), {"bytes": each.num_bytes}) for each in copied]
+
+
+def _end_of(event: Copied | Met) -> float:
+    """Its end. What has not ended while the trace was recorded takes no time in it."""
+    return event.begin_s if event.end_s is None else event.end_s
 
 
 def positions_of(trace: RankTrace) -> list[Slice]:
@@ -177,7 +179,7 @@ def collectives_of(trace: RankTrace) -> list[Slice]:
         Slice(
             each.what,
             each.begin_s,
-            each.begin_s if each.end_s is None else each.end_s,
+            _end_of(each),
             {"bytes": after - each.sent_bytes, "chunk": each.chunk},
         )
         for each, after in zip(met, sent, strict=False)

@@ -16,6 +16,7 @@ from gemini.engine.config.read import KeyPath, Problem, is_slip, problems_of, re
 from gemini.errors import ConfigError
 from gemini.settings import BUDGETS
 
+Source = Config | Mapping[str, Any] | str | os.PathLike[str] | None
 Dialect = Literal["gemini", "deepspeed", "colossal"]
 _OURS = "gemini"  # a section of our own keys in the config of another library
 _BESIDE = (*BUDGETS, "disk_path", "disk_memory", "disk_optim_frac")  # of ours, that may stand beside its keys
@@ -23,7 +24,7 @@ TABLES: dict[Dialect, Table] = {"deepspeed": deepspeed_keys.TABLE, "colossal": c
 
 
 def load_config(
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config: Source = None,
     *,
     dialect: Dialect | None = None,
     prefers: Dialect = "gemini",
