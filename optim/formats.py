@@ -1,9 +1,11 @@
 """Formats of optimizer state: how many bytes a block of 256 elements takes, and how it is read and written.
 
-A format belongs to a tensor, and its blocks begin with the tensor. Every tensor starts, and every shard ends, on a
-multiple of 256 elements, so no block is on two ranks, in two chunks or in two shares of a thread, and no bit of a state
-depends on where it rests. Everyone but a kernel sees fp32: state dicts, `safe_get_*` and the user's edits are read and
-written by `StateFormat.read` and `write`. A checkpoint has the bytes themselves.
+A format belongs to a state of a tensor, and the optimizer that updates the tensor says which: `exp_avg` may have 8 bits
+beside an average of the weights in fp32, and beside another optimizer's momentum. Its blocks begin with the tensor.
+Every tensor starts, and every shard ends, on a multiple of 256 elements, so no block is on two ranks, in two chunks or
+in two shares of a thread, and no bit of a state depends on where it rests. Everyone but a kernel sees fp32: state
+dicts, `safe_get_*` and the user's edits are read and written by `StateFormat.read` and `write`. A checkpoint has the
+bytes themselves.
 
 `StateLayout` says where the tensors of a shard have their blocks in the memory of one state.
 """
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -137,8 +138,8 @@ class StoredRun(NamedTuple):
 class StateLayout:
     """Where the elements of a shard are in the memory of each of its states: (num_bytes,) uint8.
 
-    Elements of the parts come first, in their order, and then the scales of all. Paddings between tensors have no
-    memory.
+    Elements of the parts come first, in their order, and then the scales of all. What lies between parts has no memory:
+    tensors that have no such state.
     """
 
     parts: tuple[FormatRun, ...]  # in order
@@ -146,30 +147,32 @@ class StateLayout:
     num_bytes: int  # alike on all ranks
 
     @staticmethod
-    def of(runs: Iterable[tuple[int, int, StateFormat]], num_bytes: int = 0) -> StateLayout:
-        """runs: (start, numel, format) of every tensor's elements in the shard. num_bytes: at least so many."""
+    def of(runs: Iterable[tuple[int, int, StateFormat | None]], num_bytes: int = 0) -> StateLayout:
+        """runs: (start, numel, format) of every tensor's elements in the shard. num_bytes: at least so many.
+
+        A tensor without a format has no such state.
+        """
         parts: list[FormatRun] = []
         data = scales = 0
+        before: StateFormat | None = None
         for start, numel, its in sorted(runs, key=lambda run: run[0]):
             if start % BLOCK:
                 raise AssertionError(f"a tensor of a shard starts at element {start}, which is inside a block")
-            last = parts[-1] if parts else None
-            if last is not None and last.format == its and last.start + last.num_blocks * BLOCK == start:
-                # One part, with the padding between the two.
+            before, alike = its, its == before
+            if its is None:
+                continue
+            if alike:
+                # One part, with the padding between the two: an update of both finds one run of elements.
+                last = parts.pop()
                 data, scales = last.data_start, last.first_scale
-                parts[-1] = part = last._replace(numel=start + numel - last.start)
+                part = last._replace(numel=start + numel - last.start)
             else:
                 part = FormatRun(start, numel, its, data, scales)
-                parts.append(part)
+            parts.append(part)
             data += part.num_blocks * BLOCK * its.dtype.itemsize
             scales += part.num_blocks if its.has_scales else 0
         end = -(-(data + _SCALE_BYTES * scales) // BLOCK) * BLOCK
         return StateLayout(tuple(parts), data, max(end, num_bytes))
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """All of it is fp32."""
-        return all(part.format == FP32 for part in self.parts)
 
     def format_at(self, start: int) -> StateFormat:
         """Of the element, which is a tensor's."""
@@ -194,6 +197,12 @@ class StateLayout:
                 at = self.scales_start + _SCALE_BYTES * number
                 scales = flat[at : at + _SCALE_BYTES * count].view(torch.float32)
             yield StoredRun(first, part.format, elements, scales)
+
+    def part_of(self, flat: Tensor, start: int, numel: int) -> StoredRun | None:
+        """Elements [start, start + numel), which have one format, as `stored`. None: they have no memory."""
+        found = list(self.stored(flat, start, numel))
+        assert len(found) < 2, f"elements from {start} on have {len(found)} formats"
+        return found[0] if found and found[0].elements.numel() == numel else None
 
     def read(self, flat: Tensor, name: str, start: int, numel: int) -> Tensor:
         """(numel,) fp32 elements from `start` on, any one of the shard; paddings are zeros."""

@@ -97,10 +97,21 @@ def in_memory_order(value: Tensor, like: Tensor) -> Tensor:
     A view if those of `value` lie in the same order, else a copy. If `like` has gaps in memory, the order is that of
     indices.
     """
+    return _in_order(value, like).contiguous().view(-1)
+
+
+def write_in_memory_order(value: Tensor, like: Tensor, flat: Tensor) -> None:
+    """Copy `flat`, (numel,), to the elements of `value` in the order of `in_memory_order`. Nothing if it is a view."""
+    if flat.data_ptr() != value.data_ptr():
+        ordered = _in_order(value, like)
+        ordered.copy_(flat.view(ordered.shape))
+
+
+def _in_order(value: Tensor, like: Tensor) -> Tensor:
     # Only shape and strides of `like` are read: a parameter that fetches itself knows both without being fetched.
     if not like.is_contiguous() and is_dense(like):
-        value = value.permute(sorted(range(like.dim()), key=like.stride().__getitem__, reverse=True))
-    return value.contiguous().view(-1)
+        return value.permute(sorted(range(like.dim()), key=like.stride().__getitem__, reverse=True))
+    return value
 
 
 def is_dense(tensor: Tensor) -> bool:

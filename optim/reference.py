@@ -68,7 +68,7 @@ def square_root_(out: Tensor, values: Tensor, wide: Tensor | None) -> None:
 # map, which has seven decades with ever more numbers. The maps are those of bitsandbytes' `create_dynamic_map`: a
 # signed one for the first moment and an unsigned one for the second.
 #
-#     s = the element of largest magnitude, the positive one of two         (not finite: s is NaN)
+#     s = the element of largest magnitude, the positive one of two
 #     y = |(x * f) * (1 / (s * f))|      f = 2**64 if |s| < 2**-64 else 1: no reciprocal overflows
 #     d = the decade of y, of the eight borders between zero, the seven decades and 1 the number below y
 #     g = ((y * 10**(6 - d)) - 0.1) * (1 / 0.9) + 1       in [1, 2): where in its decade
@@ -76,14 +76,16 @@ def square_root_(out: Tensor, values: Tensor, wide: Tensor | None) -> None:
 #
 # Borders lie in the middle between two numbers, and so do the integers that g passes: the nearest number is chosen, but
 # for what lies within the rounding of this arithmetic of the middle. All of it is fp32, each operation rounded by
-# itself, and needs no table: a lookup for each element costs processors more than all of an update. Two rules differ
-# from the publication; its dequantisation reads both:
+# itself, and needs no table: a lookup for each element costs processors more than all of an update. Three rules
+# differ from the publication; its dequantisation reads all:
 #
 # 1. The scale keeps the sign of its element. The signed map has 1 but not -1: with |s|, a block whose largest element
 #    is negative would lose 0.7 % of it whenever it is quantised, with a gradient of zero too. So quantising what was
 #    dequantised gives the same bytes (for scales above 1e-36; below, elements may be subnormal numbers).
 # 2. A second moment above zero is not rounded to zero, but to the map's least number. An element whose root became zero
 #    beside a first moment that is not would be divided by eps alone, and jump.
+# 3. What is not finite is stored as zero, in both moments of the element, and no scale is taken from it: one gradient
+#    that is NaN makes its own weight NaN, as with fp32 moments, and not the 255 others of its block.
 #
 # The byte of a first moment is its number's index in the sorted map with the low seven bits inverted, so that the byte
 # 0 means zero in both maps: memory of zeros, and the padding of a tensor's last block, holds moments of zero.
@@ -148,7 +150,8 @@ def _decade(number: int, is_signed: bool) -> list[float]:
 def quantize_(codes: Tensor, scales: Tensor, values: Tensor, is_signed: bool) -> None:
     """Write `values` (fp32) to `codes` (uint8), both (numel,), and `scales`, (blocks,) fp32. All on one device.
 
-    The first element is the first of a block. Elements that the last block lacks count as zeros.
+    The first element is the first of a block. Elements that the last block lacks count as zeros, and so do those that
+    are not finite.
     """
     numel, num_blocks = values.numel(), scales.numel()
     if not numel:
@@ -156,13 +159,11 @@ def quantize_(codes: Tensor, scales: Tensor, values: Tensor, is_signed: bool) ->
     x = scratch("quantized blocks", num_blocks * BLOCK, torch.float32, values.device)
     x[:numel].copy_(values)
     x[numel:].zero_()
-    x = x.view(num_blocks, BLOCK)
-    magnitude = x.abs().amax(dim=1, keepdim=True)  # NaN if an element is
+    x = x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(num_blocks, BLOCK)
+    magnitude = x.abs().amax(dim=1, keepdim=True)
     scale = torch.where((x == magnitude).any(dim=1, keepdim=True), magnitude, -magnitude)
-    scale = torch.where(magnitude < torch.inf, scale, torch.nan)
     factor = torch.where(magnitude < _TINY_SCALE, 2.0**64, 1.0)
     y = (x * factor) * torch.where(scale == 0.0, 1.0, scale * factor).reciprocal()
-    y.masked_fill_(scale.isnan(), 0.0)
     if is_signed:
         index = _index_of(y.abs(), dynamic_map(True))
         code = torch.where(y < 0.0, (_ZERO - index).clamp_(min=0), _ZERO + index).bitwise_xor_(_ZERO)
@@ -270,6 +271,10 @@ def _store_moments(stored: AdamPiece, part: AdamPiece) -> None:
     """Round the moments of `part` to those of `stored`, where the two are not the same."""
     if stored is part:
         return
+    if stored.is_blockwise:
+        is_lost = ~(part.exp_avg.isfinite() & part.exp_avg_sq.isfinite())
+        for each in (part.exp_avg, part.exp_avg_sq):
+            each.masked_fill_(is_lost, 0.0)
     for (name, moment, scale), values in zip(_moments_of(stored), (part.exp_avg, part.exp_avg_sq), strict=True):
         if scale is None:
             to_bfloat16_even_(moment, values)

@@ -203,9 +203,11 @@ def adam_kernel(
     p = p - tl.div_rn(m * step_size, d)
 
     if tl.uint8 == MOMENT_DTYPE:
-        m, scales = _to_bytes(tl.where(i < numel, m, 0.0), maps, True, ROWS, BLOCK)
+        # Elements of which a moment is not finite lose both: their block has a scale without them.
+        is_kept = (i < numel) & _is_finite(m) & _is_finite(v)
+        m, scales = _to_bytes(tl.where(is_kept, m, 0.0), maps, True, ROWS, BLOCK)
         tl.store(first_scales, scales, mask=is_there)
-        v, scales = _to_bytes(tl.where(i < numel, v, 0.0), maps + _MAP_NUMEL, False, ROWS, BLOCK)
+        v, scales = _to_bytes(tl.where(is_kept, v, 0.0), maps + _MAP_NUMEL, False, ROWS, BLOCK)
         tl.store(second_scales, scales, mask=is_there)
     elif tl.int16 == MOMENT_DTYPE:
         m = _even_bits(m).to(tl.int16)
@@ -292,6 +294,11 @@ def _even_bits(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _is_finite(x: tl.tensor) -> tl.tensor:
+    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+
+
+@triton.jit
 def _of_bytes(codes: tl.tensor, scales: tl.tensor, its: tl.tensor, mask: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
     """What bytes mean: `dequantize_` of optim/reference.py, for ROWS blocks."""
     # Addresses behind the mask's end would be any.
@@ -304,19 +311,18 @@ def _of_bytes(codes: tl.tensor, scales: tl.tensor, its: tl.tensor, mask: tl.tens
 def _to_bytes(
     x: tl.tensor, its: tl.tensor, IS_SIGNED: tl.constexpr, ROWS: tl.constexpr, NUMEL: tl.constexpr
 ) -> tl.tensor:
-    """Bytes, (NUMEL,), and scales, (ROWS,): `quantize_` of optim/reference.py."""
+    """Bytes, (NUMEL,), and scales, (ROWS,): `quantize_` of optim/reference.py, of finite values."""
     blocks = tl.reshape(x, (ROWS, _MOMENT_BLOCK))
     bits = blocks.to(tl.int32, bitcast=True)
     magnitudes = bits & 0x7FFFFFFF
     largest = tl.max(magnitudes, axis=1)
     is_positive = tl.max(((magnitudes == largest[:, None]) & (bits >= 0)).to(tl.int32), axis=1)
-    is_bad = largest >= 0x7F800000
     size = largest.to(tl.float32, bitcast=True)
     scales = tl.where((is_positive != 0) | (largest == 0), size, -size)
     factor = tl.where(size < 2.0**-64, 2.0**64, 1.0)
-    divisor = tl.where((largest == 0) | is_bad, 1.0, scales * factor)
+    divisor = tl.where(largest == 0, 1.0, scales * factor)
     inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), divisor)
-    values = tl.where(is_bad[:, None], 0.0, (blocks * factor[:, None]) * inverse[:, None])
+    values = (blocks * factor[:, None]) * inverse[:, None]
     y = values
     if IS_SIGNED:
         y = tl.abs(values)
@@ -335,8 +341,6 @@ def _to_bytes(
     index = tl.where(y > tl.load(its + 263), tl.load(its + 279).to(tl.int32), index)
     if IS_SIGNED:
         index = tl.where(values < 0.0, tl.maximum(127 - index, 0), 127 + index) ^ 127
-    index = tl.where(is_bad[:, None], 0, index)
-    scales = tl.where(is_bad, float("nan"), scales)
     return tl.reshape(index, (NUMEL,)).to(tl.uint8), scales
 
 

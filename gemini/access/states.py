@@ -88,7 +88,7 @@ class States:
     def of_optimizer(self, chunk: Chunk, name: str) -> FlatAccess:
         """A state that the optimizer keeps of the chunk, such as "exp_avg"."""
         assert self.kept is not None, "there is no optimizer"
-        layout = self.kept.layout_of(chunk)
+        layout = self.kept.layout_of(chunk, name)
         if layout is not None:
             return StoredAccess(self.step, chunk, self.kept, name, layout)
         return OptimizerAccess(self.step, chunk, self.kept, name)

@@ -39,6 +39,7 @@ from gemini.optimizer.shards import EntryNames, GradientFactors, Made, RunUpdate
 from gemini.placement.owners import owners, work_of
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.chunk import Chunk, ManagedParameter
+from optim import FP32, StateFormat
 from sharding import Piece
 
 # -- Which optimizers treat each tensor by itself.
@@ -161,6 +162,10 @@ class WholeTensorUpdate:
         its = _likeness(shape)
         found = self._probe(group, its)
         return tuple(name for name, value in (found or {}).items() if _is_flat(value, its, torch.float32))
+
+    def format_of(self, group: Mapping[str, Any], numel: int = 0, is_embedding: bool = False) -> StateFormat:
+        """See `AdamUpdate.format_of`: the optimizer reads and writes fp32."""
+        return FP32
 
     def entry_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> EntryNames:
         """See `AdamUpdate.entry_names`."""

@@ -59,8 +59,8 @@ class StateStore(Protocol):
     def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
         """Host bytes of the chunk's state if it is planned at `home`."""
 
-    def layout_of(self, chunk: Chunk) -> StateLayout | None:
-        """How the flat states of the chunk are stored; None: as numbers of their dtype."""
+    def layout_of(self, chunk: Chunk, name: str) -> StateLayout | None:
+        """How a flat state of the chunk is stored; None: as numbers of its dtype."""
 
     def state_counts(self, chunks: Iterable[Chunk]) -> list[float]:
         """How many states per element each chunk has or needs. Equal on all ranks."""

@@ -162,6 +162,15 @@ GEMINI_ALWAYS_INLINE uint32_t largest_of(const float* __restrict values, int64_t
     return largest;
 }
 
+// Elements of which a moment is not finite lose both, and leave the scales of their block alone.
+__attribute__((noinline)) void drop_lost(float* __restrict first, float* __restrict second, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        const bool is_lost = !std::isfinite(first[i]) || !std::isfinite(second[i]);
+        first[i] = is_lost ? 0.0f : first[i];
+        second[i] = is_lost ? 0.0f : second[i];
+    }
+}
+
 // The constants of a map where each instruction finds them.
 struct Lookups {
     DynamicMap map;
@@ -193,13 +202,13 @@ struct Lookups {
     }
 };
 
-// One block, as optim/reference.py's `quantize_`.
+// One block of finite elements, as optim/reference.py's `quantize_`. largest: `largest_of` them.
 template <bool is_signed>
-GEMINI_ALWAYS_INLINE void quantize(const float* __restrict values, int64_t count, const Lookups& lookups, uint8_t* __restrict codes,
-                                   float* scale) {
-    const uint32_t largest = largest_of(values, count), magnitude = largest >> 1;
-    if (magnitude == 0 || magnitude >= 0x7f800000u) {
-        *scale = as_float(magnitude == 0 ? 0u : 0x7fc00000u);
+GEMINI_ALWAYS_INLINE void quantize(const float* __restrict values, int64_t count, uint32_t largest, const Lookups& lookups,
+                                   uint8_t* __restrict codes, float* scale) {
+    const uint32_t magnitude = largest >> 1;
+    if (magnitude == 0) {
+        *scale = 0.0f;
         std::memset(codes, 0, size_t(count));
         return;
     }
@@ -293,6 +302,21 @@ inline void dequantize(const uint8_t* __restrict codes, int64_t count, const flo
     for (; i < count; ++i) values[i] = entries[codes[i]] * scale;
 }
 
+// Update a block whose moments are in `at`, and store them.
+template <Layout layout, Decay decay, class Grad>
+GEMINI_ALWAYS_INLINE void update_block(const Streams<layout, Grad, float>& at, const AdamScalars& s, int64_t count,
+                                       const Lookups& first_map, const Lookups& second_map,
+                                       const Streams<layout, Grad, uint8_t>& stored, float* first_scale, float* second_scale) {
+    update_some<layout, decay>(at, s, count);
+    uint32_t first = largest_of(at.exp_avg, count), second = largest_of(at.exp_avg_sq, count);
+    if ((first >> 1) >= 0x7f800000u || (second >> 1) >= 0x7f800000u) {
+        drop_lost(at.exp_avg, at.exp_avg_sq, count);
+        first = largest_of(at.exp_avg, count), second = largest_of(at.exp_avg_sq, count);
+    }
+    quantize<true>(at.exp_avg, count, first, first_map, stored.exp_avg, first_scale);
+    quantize<false>(at.exp_avg_sq, count, second, second_map, stored.exp_avg_sq, second_scale);
+}
+
 template <Layout layout, Decay decay, class Grad>
 void update_blocks(const AdamPiece& piece, const AdamScalars& scalars, const DynamicMaps& maps, int64_t begin, int64_t end) {
     const AdamScalars s = scalars;
@@ -308,13 +332,9 @@ void update_blocks(const AdamPiece& piece, const AdamScalars& scalars, const Dyn
         dequantize(stored.exp_avg_sq, count, maps.exp_avg_sq.entries, *second_scale, second);
         const Streams<layout, Grad, float> at(stored, first, second);
         if (count == moment_block) {
-            update_some<layout, decay>(at, s, moment_block);
-            quantize<true>(first, moment_block, first_map, stored.exp_avg, first_scale);
-            quantize<false>(second, moment_block, second_map, stored.exp_avg_sq, second_scale);
+            update_block<layout, decay>(at, s, moment_block, first_map, second_map, stored, first_scale, second_scale);
         } else {
-            update_some<layout, decay>(at, s, count);
-            quantize<true>(first, count, first_map, stored.exp_avg, first_scale);
-            quantize<false>(second, count, second_map, stored.exp_avg_sq, second_scale);
+            update_block<layout, decay>(at, s, count, first_map, second_map, stored, first_scale, second_scale);
         }
         stored.advance(count);
     }

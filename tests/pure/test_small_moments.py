@@ -10,7 +10,18 @@ from torch import Tensor
 from optim import AdamPiece, adam_scalars, cpu_adam, reference
 from optim.piece import BLOCK
 from optim.reference import dequantize_, dynamic_map
-from tests.pure.kernels import GRADS, LAYOUTS, LEVELS, copy_of, differing, make_piece, quantized, updated, with_moments
+from tests.pure.kernels import (
+    GRADS,
+    KERNELS,
+    LAYOUTS,
+    LEVELS,
+    copy_of,
+    differing,
+    make_piece,
+    quantized,
+    updated,
+    with_moments,
+)
 
 SMALL = [torch.uint8, torch.bfloat16]
 
@@ -78,7 +89,51 @@ def test_zeros_tiny_and_non_finite_blocks() -> None:
             x = torch.ones(512)
             x[3] = bad
             found = dequantized(*quantized(x, is_signed), is_signed)
-            assert found[:256].isnan().all() and torch.equal(found[256:], x[256:])
+            x[3] = 0.0
+            assert torch.equal(found, x)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_gradient_that_is_not_finite_costs_its_own_element_and_no_other_of_its_block(bad: float, kernel: str) -> None:
+    piece = with_moments(make_piece(700, seed=3), torch.uint8)
+    for at in (3, 300, 699):
+        piece.grad[at] = bad
+    clean = copy_of(piece)
+    clean.grad[[3, 300, 699]] = 0.0
+    found, wide = updated(KERNELS[kernel], piece), updated(KERNELS["reference"], in_fp32(piece))
+    # As with fp32 moments NaN gradients make their own weights NaN. The square of the largest one is infinite, which
+    # divides by it: the weight stays.
+    assert torch.equal(found.weight.isnan(), wide.weight.isnan())
+    assert found.weight.isnan().sum() == (0 if bad == 1e30 else 3)
+    assert found.exp_avg_scale is not None and found.exp_avg_sq_scale is not None
+    for codes, scales, is_signed in (
+        (found.exp_avg, found.exp_avg_scale, True),
+        (found.exp_avg_sq, found.exp_avg_sq_scale, False),
+    ):
+        assert dequantized(codes, scales, is_signed).isfinite().all()
+        assert not codes[[3, 300, 699]].any()
+    others = [at for at in range(700) if at not in (3, 300, 699)]
+    assert torch.equal(found.weight[others], updated(KERNELS[kernel], clean).weight[others])
+
+
+def in_fp32(piece: AdamPiece) -> AdamPiece:
+    assert piece.exp_avg_scale is not None and piece.exp_avg_sq_scale is not None
+    first = dequantized(piece.exp_avg, piece.exp_avg_scale, True)
+    second = dequantized(piece.exp_avg_sq, piece.exp_avg_sq_scale, False)
+    return piece._replace(exp_avg=first, exp_avg_sq=second, exp_avg_scale=None, exp_avg_sq_scale=None)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_block_of_denormals_is_updated_as_such(kernel: str) -> None:
+    piece = make_piece(256, seed=5)._replace(exp_avg=torch.full((256,), 1e-44), exp_avg_sq=torch.full((256,), 3e-45))
+    piece = with_moments(piece._replace(grad=torch.full((256,), 1e-42)), torch.uint8)
+    for step in range(1, 6):
+        KERNELS[kernel]([piece], adam_scalars(step=step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0))
+        assert piece.exp_avg_scale is not None and piece.exp_avg_sq_scale is not None
+        for values in (in_fp32(piece).exp_avg, in_fp32(piece).exp_avg_sq, piece.weight):
+            assert values.isfinite().all()
+    assert (in_fp32(piece).exp_avg > 1e-43).all()
 
 
 def test_a_second_moment_above_zero_stays_above_zero() -> None:
