@@ -5,8 +5,8 @@ Names of `FSDPModule` that have no meaning here are in `gemini/elsewhere.py`, wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +67,26 @@ class FsdpMethods(PlainView):
     def _reshard_before_training(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self.reshard()
+
+    @contextmanager
+    def sharded_state_dicts(self) -> Iterator[None]:
+        """Context manager in which state dicts of the model and its optimizer have `DTensor`s. Collective.
+
+        Each rank then keeps its rows of each tensor, Shard(0) over the ranks of the data, as FSDP2's are laid out:
+        for `get_model_state_dict` and `get_state_dict` of torch with `full_state_dict=False`, and
+        `torch.distributed.checkpoint.save` and `load` of what they return. One chunk is whole at a time. Weights that
+        are trained in 16 bits are their fp32 masters, buffers and step counts are plain tensors. Loading takes wholes
+        or `DTensor`s of any mesh, inside and outside. In one process without a process group all is whole.
+
+        Raises nothing of its own; inside, `state_dict(rank0_only=True)` raises ValueError.
+
+        Example:
+            >>> from torch.distributed.checkpoint.state_dict import get_model_state_dict
+            >>> with model.sharded_state_dicts():
+            ...     state = get_model_state_dict(model)
+        """
+        with self.chunk_manager.sharding_rows():
+            yield
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients over the ranks, from now on. Local, alike on every rank.

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gemini.access.link import link_of
-from gemini.access.states import FlatAccess, FullPrecisionAccess, States
+from gemini.access.states import FlatAccess, FullPrecisionAccess, StateAccess, States
+from gemini.access.weights import refuse_rank0_only
 from gemini.log import warn_at_script
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.averages import AVERAGE
@@ -28,6 +29,7 @@ from gemini.optimizer.several import WHOSE
 from gemini.optimizer.shards import EntryNames
 from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
+from gemini.ranks.parts import gathered, is_dtensor
 from gemini.runtime.chunk import ManagedParameter
 from optim import HALF_DTYPES
 
@@ -69,6 +71,8 @@ def _add(digest: Any, name: str, value: Any) -> None:
             _add(digest, f"{name}.{key}", value[key])
         return
     digest.update(name.encode())
+    if is_dtensor(value):
+        value = gathered(value)
     if isinstance(value, Tensor):
         # Dtype and shape are hashed too: tensors with equal bytes may still differ.
         flat = value.detach().cpu().contiguous().reshape(-1)
@@ -212,8 +216,19 @@ def check_entry(entry: Mapping[str, Any], who: str, managed: ManagedParameter, n
 def _check_tensor(name: str, value: Any, who: str, managed: ManagedParameter) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} of {who} is a {type(value).__name__}, not a tensor")
-    if value.shape != managed.shape:
+    if not _has_shape(value, managed):
         raise ValueError(f"{name} of {who} has shape {tuple(value.shape)}, expected {tuple(managed.shape)}")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not is_dtensor(value)
+
+
+def _has_shape(value: Any, managed: ManagedParameter) -> bool:
+    """Whether it is a tensor of this rank's part of a parameter, or a `DTensor` of the whole."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.shape == (managed.whole_shape if is_dtensor(value) else managed.shape)
 
 
 def _is_number(value: Any) -> bool:
@@ -238,8 +253,9 @@ def whole_optimizer_state(
     With `rank0_only` the other ranks take part in the collectives and keep nothing.
     """
     step, parts = model.chunk_manager.step, States(model.chunk_manager)
-    keep = not rank0_only or step.communicator.rank == 0
+    keep, shards = not rank0_only or step.communicator.rank == 0, model.chunk_manager.row_shards
     step.check_idle("optimizer.state_dict()")
+    refuse_rank0_only(parts, rank0_only)
     numbers = numbers_of(groups)
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
@@ -252,9 +268,12 @@ def whole_optimizer_state(
                 state |= {numbers[index]: entry for index, entry in entries.items()}
             if Kind.MASTER in chunk.homes:
                 mastered = [managed for managed in known if managed.owns_master]
-                copies = parts.full_precision(chunk).copies(mastered if keep else ())
-                masters |= {numbers[index]: master for index, master in copies.items()}
-        _join_parts(model, numbers, state, masters)
+                masters |= {
+                    numbers[managed.index]: master
+                    for managed, master in _copies(parts, parts.full_precision(chunk), mastered if keep else ())
+                }
+        if shards is None:
+            _join_parts(model, numbers, state, masters)
     if rank0_only and step.communicator.everyone.rank != 0:
         return {}
     counting = count()
@@ -289,7 +308,8 @@ def _parts_of(saved: Mapping[str, Any], by_number: Mapping[int, ManagedParameter
 
     def own(number: int, value: Any) -> Any:
         part = by_number[number].part if number in by_number else None
-        is_whole = part is not None and isinstance(value, Tensor) and value.shape == part.shape
+        # A `DTensor` is gathered when it is set: all of them at once may not fit.
+        is_whole = part is not None and _is_plain(value) and value.shape == part.shape
         return part.of(value) if part is not None and is_whole else value
 
     state = {n: {name: own(n, each) for name, each in entry.items()} for n, entry in saved.get("state", {}).items()}
@@ -320,9 +340,21 @@ def _whole_entries(
     }
     for name in names:
         wanted = [m for m in known if m.index in entries and name in chunk_state.names(m.position)]
-        for index, copy in states.of_optimizer(chunk, name).copies(wanted).items():
-            entries[index][name] = copy
+        for managed, copy in _copies(states, states.of_optimizer(chunk, name), wanted):
+            entries[managed.index][name] = copy
     return {index: entry for index, entry in entries.items() if entry}  # SGD without momentum keeps nothing
+
+
+def _copies(
+    states: States, access: StateAccess, wanted: Sequence[ManagedParameter]
+) -> list[tuple[ManagedParameter, Tensor]]:
+    """Copies of a state of parameters of one chunk, whole or as `DTensor`s of rows. Collective over the data."""
+    shards = states.manager.row_shards
+    if shards is None:
+        copies = access.copies(wanted)
+        return [(each, copies[each.index]) for each in wanted]
+    copies = access.copies(wanted, shards.rows)
+    return [(each, states.shown_rows(each, copies[each.index])) for each in wanted]
 
 
 def numbers_of(groups: list[dict[str, Any]]) -> dict[int, int]:
@@ -358,11 +390,16 @@ class WholeTensors:
     """The values are in the state dict."""
 
     def fill_state(self, access: FlatAccess, managed: ManagedParameter, name: str, value: Tensor) -> None:
-        access.set_whole(managed, managed.laid_out(value))
+        access.set_whole(managed, managed.laid_out(_own(managed, value)))
 
     def fill_master(self, access: FullPrecisionAccess, managed: ManagedParameter, value: Tensor) -> None:
         dtype = torch.float64 if managed.dtype is torch.float64 else torch.float32
-        access.set_whole(managed, managed.laid_out(value, dtype))
+        access.set_whole(managed, managed.laid_out(_own(managed, value), dtype))
+
+
+def _own(managed: ManagedParameter, value: Tensor) -> Tensor:
+    # What is plain was cut before: see `_parts_of`.
+    return managed.own(value.detach()) if is_dtensor(value) else value
 
 
 class CheckedState(NamedTuple):
@@ -516,7 +553,7 @@ def _flat_names(
 
 
 def _is_flat(name: str, value: Any, managed: ManagedParameter, names: EntryNames) -> bool:
-    if not isinstance(value, Tensor) or value.shape != managed.shape:
+    if not _has_shape(value, managed):
         return False
     # A parameter without dimensions has the shape of its step count and other scalars.
     return name in names.flat if names.known is not None else name != "step"

@@ -63,7 +63,7 @@ class TensorPart:
             if self.layout is not None and self.layout.is_of(divided):
                 local: Tensor = divided.to_local()
                 return local
-            whole = divided.full_tensor()
+            whole = gathered(divided)
         if not self.is_cut or self.layout is None:
             return whole
         sizes = self.layout.local_shape
@@ -98,6 +98,15 @@ def is_dtensor(tensor: object) -> bool:
     """Whether it is a `DTensor`. Does not import DTensor, which takes long."""
     dtensors = sys.modules.get("torch.distributed.tensor")
     return dtensors is not None and isinstance(tensor, dtensors.DTensor)
+
+
+def gathered(divided: Any) -> Tensor:
+    """The whole of a `DTensor`, on the device of its mesh. Collective over that."""
+    # Rows of a state dict may be in host memory, where a mesh of GPUs gathers nothing.
+    if divided.device.type != divided.device_mesh.device_type:
+        divided = divided.to(divided.device_mesh.device_type)
+    whole: Tensor = divided.full_tensor()
+    return whole
 
 
 _LOCAL = "_gemini_local"  # of a `DTensor` that has given way to a parameter over its local tensor: that one

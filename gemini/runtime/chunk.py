@@ -19,7 +19,7 @@ from gemini.memory.slot import KeptSlot, Slot
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import Region, wait_on_host, wait_on_stream
 from gemini.placement.demand import Kind, Tier
-from gemini.ranks.parts import TensorPart
+from gemini.ranks.parts import TensorPart, gathered, is_dtensor
 from optim import is_dense
 from sharding import Piece, ShardLayout
 
@@ -398,6 +398,12 @@ class ManagedParameter(ParamPlace):
     def whole_shape(self) -> torch.Size:
         """The shape of the whole parameter, of which tensor parallelism may leave a part here."""
         return self.shape if self.part is None else self.part.shape
+
+    def own(self, whole: Tensor) -> Tensor:
+        """What the ranks of the data hold of a whole, together. Of a `DTensor`: collective over its ranks."""
+        if self.part is not None:
+            return self.part.of(whole)
+        return gathered(whole) if is_dtensor(whole) else whole
 
     @property
     def parameter(self) -> nn.Parameter:
