@@ -202,8 +202,9 @@ class Settings(SettingFields):
             sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. 1: they take it beside the plan, from
             the second backward of a step on, and on the host where the device is full. None: as 1, until steps have
             shown how many they have; another plan follows then. Under `host_memory` or with a disk, None also keeps
-            room on the host for a second backward of a step, or training is refused; 1 says that there is none. Results
-            do not change.
+            room on the host for a second backward of a step, or training is refused; 1 says that there is none. With
+            replicas, more than 1 leaves the exchange with them to the step for all backwards; without it the first one
+            exchanges at once. Otherwise results do not change.
         reuse_fp16_shard: whether the reduced gradient is stored in the memory of the 16-bit parameter, which the step
             makes again from its fp32 master. The bits are the same, and fp16 weights take 2 bytes per parameter less.
             bf16 weights have split masters without it, which take no more (but for stage 1 on several ranks). A chunk

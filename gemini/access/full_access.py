@@ -228,6 +228,11 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
         )
     if link.gradient() is None:
         return None
+    if grads.of(link.managed.chunk).awaits_replicas:
+        raise GeminiError(
+            f"replicas have not added up the gradient of {link.managed.name!r} yet, which needs all ranks: call "
+            "safe_get_full_grad() or optimizer.clip_grad_norm_() on all of them first"
+        )
     # `_gradients` is no collective here, because no reduction is awaited.
     own = _local(link, _gradients(link))
     return own if own.dtype is torch.float64 else own.float()

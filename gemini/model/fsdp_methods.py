@@ -115,6 +115,28 @@ class FsdpMethods(PlainView):
             books = self.chunk_manager.grads.books
             self._unsynced.enter_context(books.unsynchronized())
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backwards of replicas (HSDP) exchange gradients from now on. Local, alike on every rank.
+
+        After False each group of ranks adds up by itself, and what uses gradients next has the groups exchange their
+        sums once. The second and further backwards of a step do so anyhow, and with `gradient_accumulation_steps` the
+        first one, too. Without replicas it has no effect.
+
+        Args:
+            requires_all_reduce: False leaves the exchange for later.
+            recurse: must be True: chunks are reduced whole, whichever modules they are of.
+
+        Raises ValueError for `recurse=False`.
+
+        Example:
+            >>> for micro_batch in range(4):
+            ...     model.set_requires_all_reduce(micro_batch == 3)
+            ...     optimizer.backward(model(torch.ones(2, 8, device=gemini.current_device())).sum() / 4)
+        """
+        if not recurse:
+            raise ValueError("set_requires_all_reduce(recurse=False) is not possible: chunks span modules")
+        self.chunk_manager.grads.books.leave_replicas(not requires_all_reduce)
+
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """A hint without effect: the order of the first forward is what later ones fetch ahead by. Local.
 

@@ -35,6 +35,7 @@ class MovedBytes:
         exchanged_bytes: bytes of the gradient payloads that ranks exchange, in the dtype in which they travel.
         num_exchanges: the number of these exchanges.
         replicated_bytes: bytes of the sums of gradients that replicas exchange, and of the means that come back.
+        num_replicated: the number of exchanges with replicas.
         num_replicas: groups of ranks that hold the same shards. All other bytes travel within one of them.
         device_update_bytes: bytes that the optimizer's update reads and writes on the device.
         host_update_bytes: the same on the host.
@@ -53,6 +54,7 @@ class MovedBytes:
     exchanged_bytes: int = 0
     num_exchanges: int = 0
     replicated_bytes: int = 0
+    num_replicated: int = 0
     num_replicas: int = 1
     device_update_bytes: int = 0
     host_update_bytes: int = 0
@@ -72,6 +74,7 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
     others = Exchange.REDUCE, Exchange.REPLICAS, Exchange.NEARBY
     gathers = [found for what, found in predicted.exchanged.items() if what not in others]
     nearby = predicted.exchanged.get(Exchange.NEARBY, (0, 0))
+    replicated = predicted.exchanged.get(Exchange.REPLICAS, (0, 0))
     updated = {Tier.DEVICE: 0, Tier.HOST: 0}
     its = zip(plan.packing.chunks, plan.demand.chunks, plan.placement.homes, strict=True)
     for facts, chunk, homes in its:
@@ -90,7 +93,8 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
         nearby_ranks=plan.settings.secondary_group_size or 1,
         exchanged_bytes=reduced[1],
         num_exchanges=reduced[0],
-        replicated_bytes=predicted.exchanged.get(Exchange.REPLICAS, (0, 0))[1],
+        replicated_bytes=replicated[1],
+        num_replicated=replicated[0],
         num_replicas=max((facts.layout.num_replicas for facts in plan.packing.chunks), default=1),
         device_update_bytes=updated[Tier.DEVICE],
         host_update_bytes=updated[Tier.HOST],
@@ -327,8 +331,8 @@ def modelled_step(
         exchanges = exchange_seconds(moves.exchanged_bytes, group, rates)
         if exchanges is not None and moves.num_replicas > 1:
             over_replicas = exchange_seconds(moves.replicated_bytes, replicas, rates)
-            # As many reductions go over the replicas: an exchange, and a launch for each part that comes back.
-            launches_s = moves.num_exchanges * (1 + moves.num_replicas) * rates.collective_s
+            # Each is an exchange, and a launch for each part that comes back.
+            launches_s = moves.num_replicated * (1 + moves.num_replicas) * rates.collective_s
             exchanges = None if over_replicas is None else exchanges + over_replicas + launches_s
         parts["gathers"] = None if gathers is None else gathers + moves.num_gathers * rates.collective_s
         parts["exchanges"] = None if exchanges is None else exchanges + moves.num_exchanges * rates.collective_s

@@ -114,6 +114,23 @@ def num_tiles(chunk: ChunkFacts, stage: int, num_bytes: int) -> int:
     return -(-layout.shard_numel // tile)
 
 
+def replica_tile_numel(itemsize: int, num_replicas: int, num_bytes: int) -> int:
+    """The most elements of a shard that replicas exchange at once when gradients are used, in scratch of `num_bytes`.
+
+    itemsize: of the gradient at rest. They hold a copy from the host, the sum of this group, what is received, and
+    one part of the total before it is rounded. Received parts are as large as the largest of them.
+    """
+    summed = max(FLOAT32.itemsize, itemsize)
+    pieces = 4
+    free = num_bytes - pieces * _ALIGNMENT_BYTES - num_replicas * summed
+    return max(1, free // (itemsize + (pieces - 1) * summed) // ALIGNMENT) * ALIGNMENT
+
+
+def num_replica_tiles(layout: ShardLayout, rest: Dtype, num_bytes: int) -> int:
+    """The exchanges in which replicas take the mean of a shard when gradients are used. rest: where it rests."""
+    return -(-layout.shard_numel // replica_tile_numel(rest.itemsize, layout.num_replicas, num_bytes))
+
+
 def whole_exchange_bytes(chunk: ChunkFacts, stage: int) -> int:
     """The scratch bytes with which the chunk's gradient is exchanged at once, on several ranks."""
     # The receive buffer, the packed units if there are several, and the reduced shard.

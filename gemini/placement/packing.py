@@ -427,6 +427,11 @@ class ChunkFacts(PackedChunk):
     persists: bool  # of weights that stay whole on the device of every rank
 
     @property
+    def may_await_replicas(self) -> bool:
+        """Whether the means of groups may add up before replicas exchange them."""
+        return has_later_replicas(self.grad_layout, self.optim_layout)
+
+    @property
     def master_itemsize(self) -> int:
         """Bytes of an element's master beside the 16-bit weight: fp32, or the int16 remainder of a split one."""
         return 2 if self.splits_master else 4
@@ -539,6 +544,15 @@ def _secondary(
     if settings.secondary_group_size is None or home_layout.world_size == 1 or is_edited:
         return None
     return layout.within(settings.secondary_group_size)
+
+
+def has_later_replicas(grad_layout: ShardLayout, optim_layout: ShardLayout) -> bool:
+    """Whether the means of groups may add up before replicas exchange them.
+
+    Ranks that keep whole means exchange their parts before they gather them. What travels quantised is exchanged as the
+    sum that it was before.
+    """
+    return grad_layout.num_replicas > 1 and optim_layout.world_size > 1 and grad_layout.wire is None
 
 
 def whole_layout(layout: ShardLayout) -> ShardLayout:

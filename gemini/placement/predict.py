@@ -105,6 +105,7 @@ class Simulation:
         self._num_updates += 1
         self.payloads.next_use.note_update()
         self.payloads.finish_ahead(self._counted)
+        self.gradients.join_replicas()
         # Every payload is stale after the update, so all slots are free while it runs.
         for chunk, gradient in self.gradients.of.items():
             self.payloads.release(chunk)

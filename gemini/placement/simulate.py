@@ -6,7 +6,7 @@ from collections import Counter
 from enum import StrEnum
 
 from gemini.placement.decisions import Decisions
-from gemini.placement.demand import ChunkDtypes, Kind, Tier
+from gemini.placement.demand import ChunkDtypes, Dtype, Kind, Tier
 from sharding import ShardLayout
 
 # -- Counts the bytes that cross the links and that ranks exchange in a step, by purpose, without moving any.
@@ -65,10 +65,16 @@ class Traffic:
         """Count the reduction of a gradient: in the group of ranks that share the shards, then over the replicas."""
         self.exchange(Exchange.REDUCE, layout.traveling_bytes(layout.numel, dtypes.travel.itemsize), launches)
         if layout.num_replicas > 1:
-            # A sum is sent in the dtype in which it is added, and comes back in that in which it rests.
-            summed = dtypes.travel.summed
-            both = (layout.traveling_bytes(layout.shard_numel, each.itemsize) for each in (summed, dtypes.rest))
-            self.exchange(Exchange.REPLICAS, sum(both), launches)
+            self.exchange_with_replicas(layout, dtypes.rest, launches, dtypes.travel)
+
+    def exchange_with_replicas(
+        self, layout: ShardLayout, rest: Dtype, launches: int, travel: Dtype | None = None
+    ) -> None:
+        """Count the exchange of a shard over the replicas. travel: the dtype before the sum; None: `rest`."""
+        # A sum is sent in the dtype in which it is added, and comes back in that in which it rests.
+        summed = (rest if travel is None else travel).summed
+        both = (layout.traveling_bytes(layout.shard_numel, each.itemsize) for each in (summed, rest))
+        self.exchange(Exchange.REPLICAS, sum(both), launches)
 
     def clear(self) -> None:
         """Count from zero."""

@@ -15,7 +15,7 @@ from gemini.placement.decisions import Decisions
 from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier, update_tier
 from gemini.placement.gradient import Gradient, GradState, ReducedState, SumRule
 from gemini.placement.gradient_rules import MAX_WAITING, GradientBooks, GradientRules, PlaceRules
-from gemini.placement.needs import num_tiles
+from gemini.placement.needs import num_replica_tiles, num_tiles
 from gemini.placement.packing import ChunkFacts
 from gemini.placement.payload_rules import PayloadRules
 from gemini.placement.simulate import Exchange, MoveReason, Traffic
@@ -240,7 +240,8 @@ class Gradients(GradientRules):
         """
         self.of = _books_of(plan)
         self.places = SimulatedPlaces(plan, self.of, payloads, traffic)
-        books = GradientBooks(self.of, is_alone=plan.world_size == 1)
+        has_several = (plan.settings.gradient_accumulation_steps or 1) > 1
+        books = GradientBooks(self.of, is_alone=plan.world_size == 1, has_several=has_several)
         # Fetches that are collectives give all ranks common points at which to reduce.
         gathers = plan.settings.stage == 3 and not books.is_alone and not payloads.is_resident
         # By chunk: positions of the weights whose gradients wait in `.grad`, the chunk that has waited longest first.
@@ -291,6 +292,18 @@ class Gradients(GradientRules):
             self.collect(chunk)
         self.end()
 
+    def join_replicas(self) -> None:
+        """Count what replicas exchange before gradients are used. See [Note: One exchange with replicas]."""
+        for chunk in self._books.take_awaiting():
+            facts, tier = self._facts[chunk], self.places.tier_of(chunk)
+            is_wide = self.of[chunk].reduced_state is ReducedState.WIDE
+            rests = FLOAT32 if is_wide else facts.dtypes.rest
+            self._traffic.copy(tier, Tier.DEVICE, self.places.num_bytes(chunk), MoveReason.GRADIENT)
+            tiles = num_replica_tiles(facts.layout, rests, self._scratch_bytes)
+            self._traffic.exchange_with_replicas(facts.layout, rests, tiles)
+            self._traffic.copy(Tier.DEVICE, tier, self.places.num_bytes(chunk), MoveReason.GRADIENT)
+            self.of[chunk].note_mean_of_all()
+
     def end_step(self) -> None:
         """Drop all gradients after a step used them."""
         for gradient in self.of.values():
@@ -325,7 +338,11 @@ class Gradients(GradientRules):
         if self._books.is_alone:
             return False
         facts, tiles = self._facts[chunk], self._num_tiles(chunk)
-        self._traffic.reduce(facts.grad_layout, facts.dtypes, tiles)
+        layout = facts.grad_layout
+        if self._books.defers(chunk, self._backward):
+            self._books.note_mean_of_group(chunk)
+            layout = layout.of_group
+        self._traffic.reduce(layout, facts.dtypes, tiles)
         self.of[chunk].become(GradState.REDUCING)
         # At stage 0 the reduced shards are gathered at once, and tiles wait for each other: nothing stays in flight.
         return self._stage > 0 and tiles == 1
@@ -382,7 +399,15 @@ def _books_of(plan: Decisions) -> dict[int, SimulatedGradient]:
         home = plan.placement.homes[index][Kind.GRAD] if has_home else None
         dtypes = facts.dtypes
         sums = SumRule.planned(plan.world_size, dtypes)
-        gradient = SimulatedGradient(index, facts.oversize, sums, trained, is_alone=is_alone, is_chosen=facts.is_chosen)
+        gradient = SimulatedGradient(
+            index,
+            facts.oversize,
+            sums,
+            trained,
+            is_alone=is_alone,
+            is_chosen=facts.is_chosen,
+            has_replicas=facts.may_await_replicas,
+        )
         # Gradients are written to a home only if it is on the device, has the dtype of the weight, and has room for a
         # whole payload.
         keeps_whole = plan.settings.stage <= 1 or is_alone

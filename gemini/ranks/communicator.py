@@ -47,10 +47,11 @@ KINDS = (
     *("new param group", "discard_state()", "the optimizer's settings", "dropped models", "change of optimizer states"),
     *("choice of optimizer", "loaded optimizer state"),
     *("tensors to their owners", "names of the owners' states", "tensors from their owners"),
+    "mean over replicas",  # of a chunk
 )
 """Kinds with a number of their own. All others share the next one: ranks compare what they say of it otherwise."""
 KIND_SHIFT = 24
-_OF_CHUNKS = KINDS[:2]
+_OF_CHUNKS = (*KINDS[:2], KINDS[-1])
 
 
 def in_words(what: str, chunk: int) -> str:
@@ -488,6 +489,21 @@ class Communicator:
             self.collectives.broadcast_(carried, src, tag=tag)
         if carried is not tensor:
             tensor.copy_(carried)
+
+    def start_mean_of_replicas(
+        self, own: Tensor, out: Tensor, chunk: int, scratch: Callable[[int, torch.dtype], Tensor]
+    ) -> Callable[[], None]:
+        """Start to write the mean of `own` over the replicas, added in their order, to `out`. Collective.
+
+        own: as of `Collectives.start_ordered_sum`. Call the returned function to finish. Raises as `start_all_gather`.
+        """
+        replicas, tag = self._shards.replicas, self._next("mean over replicas", chunk)
+        assert replicas is not None
+        with self._agreeing():
+            if tag is not None:
+                self.collectives.check(tag)
+            launched = replicas.start_ordered_sum(own, out, replicas.world_size, scratch)
+        return self._finishing(launched)
 
     def spread_over_replicas_(self, tensor: Tensor, what: str) -> None:
         """Replace `tensor` by that of the first replica. `what` names the collective. Collective with replicas."""

@@ -14,6 +14,7 @@ from gemini.memory.slot import Slot
 from gemini.memory.transfer import Region, ready
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.gradient import Gradient, ReducedState, SumRule
+from gemini.placement.packing import has_later_replicas
 from gemini.runtime.chunk import Chunk
 
 # -- torch's own `.grad`, where autograd accumulates, past the class of wrapped parameters, which shows another one.
@@ -132,7 +133,13 @@ class ChunkGradient(Gradient):
         world_size, rests_as_is = chunk.layout.world_size, chunk.gradient_dtype is chunk.dtype
         sums = SumRule.of(world_size, chunk.dtype.itemsize, rests_as_is=rests_as_is, widens=chunk.widens)
         super().__init__(
-            chunk.index, chunk.oversize, sums, _trained(chunk), is_alone=world_size == 1, is_chosen=chunk.is_chosen
+            chunk.index,
+            chunk.oversize,
+            sums,
+            _trained(chunk),
+            is_alone=world_size == 1,
+            is_chosen=chunk.is_chosen,
+            has_replicas=has_later_replicas(chunk.grad_layout, chunk.optim_layout),
         )
         self.chunk: Final = chunk
         self.gaps: Final = gaps_of(chunk)  # (start, end) of each padding, in payload elements

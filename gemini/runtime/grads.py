@@ -205,12 +205,13 @@ class GradStore:
         training: TrainingState,
         *,
         is_alone: bool,
+        has_several: bool = False,
     ) -> None:
-        """is_alone: one rank, whose gradients are all there are."""
+        """is_alone: one rank, whose gradients are all there are. has_several: see `GradientBooks`."""
         self.places = places
         self.training = training
         self.scratch = scratch
-        self.books = GradientBooks(places.gradients, is_alone=is_alone)
+        self.books = GradientBooks(places.gradients, is_alone=is_alone, has_several=has_several)
         self.arrivals = Arrivals(places)
         self.leftovers = Leftovers(places)
         self.num_backwards = 0  # since the last step

@@ -130,7 +130,8 @@ class ChunkManager:
         scratch = Scratch(memory.device, demand.scratch_bytes)
         self.training = TrainingState(self.chunks, memory, places)
         self.training.follow(demand, placement, plan.infers)
-        self.grads = GradStore(places, scratch, self.training, is_alone=is_alone)
+        has_several = (plan.settings.gradient_accumulation_steps or 1) > 1
+        self.grads = GradStore(places, scratch, self.training, is_alone=is_alone, has_several=has_several)
         self.recorder = Recorder(device, memory.device.ledger, communicator.position)
         self.step = Step(self.chunks, self.params, self.grads, communicator, self.recorder, stage)
 

@@ -28,7 +28,8 @@ from gemini.runtime.gradient import ChunkGradient, grad_of, set_grads
 from gemini.runtime.grads import GradStore
 from gemini.runtime.params import ParamStore
 from gemini.runtime.recovery import Failures
-from gemini.runtime.tiles import fill_from, keep_unsynced, reduce_in_tiles, reduce_unsynced
+from gemini.runtime.tiles import fill_from, join_replicas, keep_unsynced, reduce_in_tiles, reduce_unsynced
+from sharding import ShardLayout
 
 # -- Agrees on which gradients are complete on every rank, while a backward is recorded.
 #
@@ -330,13 +331,32 @@ class Reductions(GradientRules):
                 gradient.become_unsynced(UnsyncedState.ELSEWHERE)
 
     def catch_up(self) -> None:
-        """Do what was put off, before gradients are read or used. Collective if backwards ran under no_sync()."""
+        """Do what was put off, before gradients are read or used. Collective.
+
+        Only where backwards ran under no_sync(), or replicas have added up by themselves, ranks exchange something.
+        """
+        self.catch_up_flags()
+        self.join_replicas()
+
+    def catch_up_flags(self) -> None:
+        """Do what was put off and decides who has a gradient. Collective if backwards ran under no_sync()."""
         # Reductions come first: zeros are then written only for chunks without a gradient, by flags on which ranks have
         # agreed.
         if self._books.awaits_reduction:
             with untracked():
                 self._reduce_open("unsynced gradients", self._grads.num_backwards)
         self._grads.write_zeros()
+
+    def join_replicas(self) -> None:
+        """Have replicas take the mean of what they have added up by themselves, before gradients are used. Collective.
+
+        See [Note: One exchange with replicas]. Nothing may be open or on its way.
+        """
+        if not self._books.awaits_replicas:
+            return
+        with untracked():
+            for chunk in self._books.take_awaiting():
+                join_replicas(self._gradients[chunk], self._places, self._scratch, self._communicator)
 
     # -- what ranks tell each other
 
@@ -453,6 +473,7 @@ class Reductions(GradientRules):
                 chunk,
                 gradient.reduced(),
                 fill_from(whole.flat, chunk),
+                self._layout_of(gradient),
                 travel=chunk.travel_dtype,
                 rest=chunk.gradient_dtype,
                 replaces=is_first,
@@ -507,7 +528,7 @@ class Reductions(GradientRules):
         # `reduce_dtype=`: the gradient travels as a cast copy.
         if chunk.travel_dtype is not chunk.dtype:
             payload = scratch.allocate(chunk.numel, chunk.travel_dtype).copy_(payload)
-        layout = chunk.grad_layout
+        layout = self._layout_of(gradient) if gradient.has_replicas else chunk.grad_layout
         finish = self._communicator.start_reduce_scatter(payload, layout, out.flat, chunk.index, scratch.allocate)
         self._places.begin_reduction(gradient)
         if self._stage > 0:
@@ -518,6 +539,14 @@ class Reductions(GradientRules):
             self._communicator.all_gather(whole.flat, out.flat, layout, chunk.index)
 
         return finish_and_gather, whole
+
+    def _layout_of(self, gradient: ChunkGradient) -> ShardLayout:
+        """The layout by which the gradient is reduced now. Every rank calls it at the same point."""
+        layout = gradient.chunk.grad_layout
+        if not self._books.defers(gradient.index, self._backward):
+            return layout
+        self._books.note_mean_of_group(gradient.index)
+        return layout.of_group
 
     # -- what becomes of a mean
 
@@ -531,7 +560,8 @@ class Reductions(GradientRules):
             # Added, if the step has a gradient that the payload did not start with.
             target, replaces = gradient.reduced(), is_first or gradient.content is Content.SUM
             self._places.put(target, reduced, replaces)
-            if self._sums is not None and replaces and target.tier is Tier.HOST:
+            # What replicas will change is summed up when they have.
+            if self._sums is not None and replaces and target.tier is Tier.HOST and not gradient.awaits_replicas:
                 self._sums.begin(gradient, self._backward)
 
     def _use(self, chunk: int) -> None:

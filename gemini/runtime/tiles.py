@@ -11,13 +11,13 @@ from torch import Tensor
 from gemini.memory.transfer import Region, Scratch, Transfer, ready, wait_on_host, wait_on_stream
 from gemini.placement.demand import Tier
 from gemini.placement.gradient import UnsyncedState
-from gemini.placement.needs import largest_tile
+from gemini.placement.needs import largest_tile, replica_tile_numel
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.chunk import Chunk
 from gemini.runtime.grad_places import GradPlaces
 from gemini.runtime.gradient import ChunkGradient
 from gemini.settings import dtype_of
-from sharding import Piece, pieces_within
+from sharding import Piece, ShardLayout, pieces_within, sum_dtype
 
 # -- Reduces a gradient over ranks tile by tile, where scratch has no room for the whole exchange.
 #
@@ -28,6 +28,7 @@ def reduce_in_tiles(
     chunk: Chunk,
     target: Region,
     fill: Callable[[Region, int, int], None],
+    layout: ShardLayout,
     *,
     travel: torch.dtype,
     rest: torch.dtype,
@@ -40,7 +41,8 @@ def reduce_in_tiles(
 
     target: (optim_numel,), the chunk's reduced gradient. fill: `fill(rows, start, numel)` writes elements
     [start, start + numel) of every rank's shard of this rank's gradient to `rows`, (world_size * numel,), one rank
-    after the other. travel, rest: the dtypes of `rows`, and of the mean before it comes to `target`.
+    after the other. layout: the chunk's, by which they travel. travel, rest: the dtypes of `rows`, and of the mean
+    before it comes to `target`.
     """
     world_size, shard_numel = chunk.layout.world_size, chunk.layout.shard_numel
     facts = dtype_of(travel), dtype_of(rest), chunk.is_stepped_whole, chunk.grad_layout
@@ -48,24 +50,51 @@ def reduce_in_tiles(
     for start in range(0, shard_numel, tile_numel):
         # The last tile, too, has a multiple of `ALIGNMENT` elements, because shards have.
         numel = min(tile_numel, shard_numel - start)
-        layout = chunk.grad_layout.tile(numel)
+        tile = layout.tile(numel)
         scratch.reset()
-        rows = scratch.region(layout.numel, travel)
+        rows = scratch.region(tile.numel, travel)
         fill(rows, start, numel)
         out = scratch.region(numel, rest)
         # The exchange is finished at once, because the next tile uses the same scratch.
-        communicator.start_reduce_scatter(rows.flat, layout, out.flat, chunk.index, scratch.allocate)()
+        communicator.start_reduce_scatter(rows.flat, tile, out.flat, chunk.index, scratch.allocate)()
         if not chunk.is_stepped_whole:
             places.put(target[start : start + numel], out, replaces)
             continue
         # Every rank steps the whole chunk: gather the tile's means.
-        whole = scratch.region(layout.numel, rest)
-        communicator.all_gather(whole.flat, out.flat, layout, chunk.index)
+        whole = scratch.region(tile.numel, rest)
+        communicator.all_gather(whole.flat, out.flat, tile, chunk.index)
         # Row r has the mean of rank r's shard, whose slices of several units lie apart in the payload.
         for rank in range(world_size):
             row = whole[rank * numel : (rank + 1) * numel]
             for piece in pieces_within(chunk.layout.slices(rank), start, numel):
                 places.put(target[piece.in_payload], row[in_tile(piece, start)], replaces)
+
+
+def join_replicas(gradient: ChunkGradient, places: GradPlaces, scratch: Scratch, communicator: Communicator) -> None:
+    """Set the chunk's reduced gradient to the mean over its replicas, tile by tile. Collective.
+
+    See [Note: One exchange with replicas] in placement/gradient_rules.py.
+    """
+    chunk, target = gradient.chunk, gradient.reduced()
+    summed = sum_dtype(target.dtype)
+    most = replica_tile_numel(target.dtype.itemsize, chunk.layout.num_replicas, scratch.num_bytes)
+    for start in range(0, target.numel, most):
+        part = target[start : start + min(most, target.numel - start)]
+        scratch.reset()
+        here = part
+        if part.tier is not Tier.DEVICE:
+            here = scratch.region(part.numel, part.dtype)
+            places.transfer.copy(here, part)
+        wait_on_stream(here)
+        # What is added is garbage afterwards, and the mean of 16 bits is rounded once, from fp32.
+        own = here.flat if here.dtype is summed else scratch.allocate(here.numel, summed).copy_(here.flat)
+        # The exchange is finished at once, because the next tile uses the same scratch.
+        communicator.start_mean_of_replicas(own, here.flat, chunk.index, scratch.allocate)()
+        if here is not part:
+            places.transfer.copy(part, here)
+    gradient.note_mean_of_all()
+    # What whole gradients show, and sums that were made of this one, are stale.
+    gradient.count_write()
 
 
 def fill_from(payload: Tensor, chunk: Chunk) -> Callable[[Region, int, int], None]:
@@ -130,6 +159,7 @@ def reduce_unsynced(
         chunk,
         total,
         partial(_fill, gradient, places.transfer),
+        chunk.grad_layout,
         travel=chunk.sum_dtype,
         rest=total.dtype,
         replaces=is_first,
