@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from gemini.engine.config import Config, load_config
 from gemini.engine.config.config import SETTINGS
 from gemini.engine.config.load import Dialect
-from gemini.engine.config.muon import say_embeddings
+from gemini.engine.config.muon import check_modules
 from gemini.engine.engine import Engine
 from gemini.engine.schedules import make_schedule, moves_by_metric
 from gemini.errors import ConfigError, DivergenceError, UnsupportedError
@@ -319,7 +319,7 @@ def optimizer_of(
             return None
         named = config.optimizer.make(chosen_parameters, names)
         if config.optimizer.is_muon:
-            say_embeddings(named if isinstance(named, list) else [named], model)
+            check_modules(named if isinstance(named, list) else [named], model)
         return named
     # A lambda or a partial has its own arguments, and would raise on those of the config.
     arguments = config.optimizer.params if config.optimizer is not None and inspect.isclass(given) else {}

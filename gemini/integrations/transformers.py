@@ -26,7 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, check_target_modul
 
 from gemini.engine.config import Config
 from gemini.engine.config.config import SETTINGS, OptimizerConfig
-from gemini.engine.config.muon import say_embeddings
+from gemini.engine.config.muon import check_modules
 from gemini.engine.initialize import Source, say_model, scheduler_of
 from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError, UnsupportedError
@@ -291,7 +291,7 @@ def muon_of(optimizer: OptimizerConfig, args: Any, model: nn.Module) -> list[tor
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     made = named.make([parameter for parameter in names if parameter.requires_grad], names, _targets(args, model))
     optimizers = made if isinstance(made, list) else [made]
-    say_embeddings(optimizers, model)
+    check_modules(optimizers, model)
     return optimizers
 
 

@@ -128,9 +128,17 @@ def test_param_groups_are_split_and_keep_their_settings() -> None:
     assert adam.param_groups[0]["betas"] == (0.5, 0.5) and "betas" not in muon.param_groups[0]
 
 
-def test_a_tensor_of_three_dimensions_is_refused_by_name_and_not_given_to_adam() -> None:
-    with pytest.raises(UnsupportedError, match=r"experts has 3 dimensions, \(2, 40, 16\), and torch\.optim\.Muon"):
-        gemini.initialize(model=build(), config={"optimizer": {"type": "Muon"}})
+def test_experts_in_one_tensor_are_muons_and_convolutions_are_refused_by_name() -> None:
+    engine, *_ = gemini.initialize(model=build(), config={"optimizer": {"type": "Muon"}})
+    assert engine.optimizer is not None
+    assert any(engine.model.module.experts is p for p in engine.optimizer.param_groups[0]["params"])
+    engine.model.close()
+    for net, message in (
+        (nn.Conv2d(2, 3, 3), r"weight has 4 dimensions, \(3, 2, 3, 3\), and Muon takes matrices and stacks"),
+        (nn.Conv1d(2, 3, 3), r"weight: the weight of a convolution .* into 'adam_names' of params"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            gemini.initialize(model=net, config={"optimizer": {"type": "Muon"}})
 
 
 def test_embeddings_that_deepspeeds_rule_gives_to_muon_are_named_with_the_key_that_changes_it() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gemini.engine.config.read import nearest
 from gemini.errors import UnsupportedError
 from gemini.log import get_dist_logger
+from gemini.optimizer.muon import Muon
 from gemini.placement.optimizers import NOT_HIDDEN, is_hidden
 from optim import HybridAdam
 
@@ -62,16 +63,19 @@ def _words_of(params: Mapping[str, Any]) -> list[str]:
 
 
 def is_hidden_matrix(name: str, parameter: Tensor, words: Sequence[str] = NOT_HIDDEN) -> bool:
-    """Whether Muon updates it. Raises UnsupportedError for a hidden tensor of more dimensions.
+    """Whether Muon updates it, matrix by matrix if it is a stack of them, such as experts.
+
+    Raises UnsupportedError for a hidden tensor of more dimensions.
 
     words: that the names of matrices have which it does not update.
     """
     if not is_hidden(name, parameter.ndim, words):
         return False
-    if parameter.ndim > 2:
+    if parameter.ndim > 3:
         raise UnsupportedError(
-            f"{name or 'a parameter'} has {parameter.ndim} dimensions, {tuple(parameter.shape)}, and torch.optim.Muon "
-            "takes matrices: make the optimizers yourself, as [torch.optim.Muon(matrices), gemini.HybridAdam(rest)]"
+            f"{name or 'a parameter'} has {parameter.ndim} dimensions, {tuple(parameter.shape)}, and Muon takes "
+            f"matrices and stacks of them: for Adam write a part of its name into {_WORDS!r} of params, or make the "
+            "optimizers yourself, as [gemini.Muon(matrices), gemini.HybridAdam(rest)]"
         )
     return True
 
@@ -105,22 +109,34 @@ def muon_beside_adam(
                 its.append({**own, "params": chosen})
     made: list[torch.optim.Optimizer] = []
     if split[0]:
-        made.append(torch.optim.Muon(split[0], **muon))
+        made.append(Muon(split[0], **muon))
     if split[1]:
         made.append(HybridAdam(split[1], **adam))
     return made
 
 
-def say_embeddings(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+def check_modules(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
     """Warn of embeddings' weights that Muon updates because their names do not say what they are. Local.
 
     DeepSpeed's rule sends GPT-2's "wte" and "wpe" there, so a config that was written for it means the same here.
+    Raises UnsupportedError for the weight of a convolution, whose three dimensions are no stack of matrices.
     """
-    tables = (each.weight for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
-    of_tables = {id(weight) for weight in tables}
-    muons = (each for each in optimizers if isinstance(each, torch.optim.Muon))
-    its = {id(p) for each in muons for group in each.param_groups for p in group["params"]} & of_tables
-    found = [name for name, parameter in model.named_parameters() if id(parameter) in its]
+    muons = (each for each in optimizers if isinstance(each, Muon))
+    its = {id(p) for each in muons for group in each.param_groups for p in group["params"]}
+
+    def names_of(*kinds: type[nn.Module]) -> list[str]:
+        """Of the parameters that Muon updates and that are weights of such modules."""
+        weights = {id(each.weight) for each in model.modules() if isinstance(each, kinds)}
+        return [name for name, parameter in model.named_parameters() if id(parameter) in its & weights]
+
+    convolutions = names_of(nn.Conv1d, nn.ConvTranspose1d)
+    if convolutions:
+        raise UnsupportedError(
+            f"{', '.join(convolutions)}: the weight of a convolution has three dimensions and is no stack of matrices "
+            f"for Muon: for Adam write a part of its name into {_WORDS!r} of params, or make the optimizers yourself, "
+            "as [gemini.Muon(matrices), gemini.HybridAdam(rest)]"
+        )
+    found = names_of(nn.Embedding, nn.EmbeddingBag)
     if found:
         words = [*NOT_HIDDEN, *dict.fromkeys(name.split(".")[-2] for name in found if "." in name)]
         get_dist_logger().warning(
