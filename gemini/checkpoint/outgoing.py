@@ -32,6 +32,7 @@ from gemini.checkpoint.manifest import OPTIM, WEIGHT, ParameterFact, scale_key, 
 from gemini.checkpoint.tensor_files import OpenFiles, whole
 from gemini.checkpoint.values import decode, dtype_named
 from gemini.errors import CheckpointError
+from gemini.optimizer.averages import AVERAGE
 
 _OURS = ("adamw_mode", "bias_correction")  # keys of HybridAdam's groups that torch's Adam does not have
 _DEEPSPEED = "0.19.8"
@@ -77,7 +78,9 @@ class _Training:
         scalars = {name: decode(its) for name, its in manifest.optimizer.scalars.items()}
         # A parameter that had no gradient yet has no state, and other libraries have states of all or of none.
         names = [name for group in self.groups for name in group.trained]
-        self.states = {state: None for name in names for state in self.optimizer.states.get(name, ())}
+        # Averages of weights are no state of theirs: DeepSpeed would give them to its Adam, as it does each file.
+        found = (state for name in names for state in self.optimizer.states.get(name, ()))
+        self.states = {state: None for state in found if state != AVERAGE}
         self.scalars: dict[str, dict[str, Any]] = {
             name: scalars.get(name) or {"step": torch.zeros((), device="cpu")} for name in names
         }

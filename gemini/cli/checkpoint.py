@@ -97,6 +97,9 @@ def export(
             help="A folder whose config.json and tokenizer are copied, as of the base model, for huggingface."
         ),
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The moving averages of the weights in their place, for huggingface.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Write whole weights as safetensors files that from_pretrained loads, or a whole training for another library.
@@ -105,7 +108,7 @@ def export(
     """
     with _said():
         if to is not _Form.HUGGINGFACE:
-            given = {"--dtype": dtype, "--max-file": max_file, "--config": config}
+            given = {"--dtype": dtype, "--max-file": max_file, "--config": config, "--ema": ema or None}
             for option, value in given.items():
                 if value is not None:
                     raise ValueError(
@@ -115,7 +118,7 @@ def export(
             folder, total = _export_training(directory, out, tag, to, shows=not as_json)
         else:
             folder, total = _export_weights(
-                directory, out, tag, dtype or "own", max_file or "5GB", config, shows=not as_json
+                directory, out, tag, dtype or "own", max_file or "5GB", config, ema, shows=not as_json
             )
     names = sorted(each.name for each in folder.iterdir())
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -124,7 +127,14 @@ def export(
 
 
 def _export_weights(
-    directory: Path, out: Path, tag: str | None, dtype: str, max_file: str, config: Path | None, shows: bool
+    directory: Path,
+    out: Path,
+    tag: str | None,
+    dtype: str,
+    max_file: str,
+    config: Path | None,
+    averages: bool,
+    shows: bool,
 ) -> tuple[Path, int]:
     from gemini.checkpoint.exporting import export_weights, num_bytes
     from gemini.placement.demand import parse_bytes
@@ -132,7 +142,16 @@ def _export_weights(
     total = num_bytes(directory, tag, dtype)
     with _bar("export", total, shows) as told:
         limit = parse_bytes(max_file, "--max-file") or total
-        folder = export_weights(directory, out, tag=tag, dtype=dtype, max_file_bytes=limit, config=config, told=told)
+        folder = export_weights(
+            directory,
+            out,
+            tag=tag,
+            dtype=dtype,
+            max_file_bytes=limit,
+            config=config,
+            averages=averages,
+            told=told,
+        )
     return folder, total
 
 

@@ -17,9 +17,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.core.optimizer import (
+    LightningOptimizer,
+    _configure_optimizers,
+    _configure_schedulers_automatic_opt,
+    _validate_optimizers_attached,
+    _validate_scheduler_api,
+)
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -291,14 +298,33 @@ class GeminiStrategy(DDPStrategy):
                 )
             # Optimizers come before the wrap, so that what cannot be sharded is refused while the module is plain.
             self.setup_optimizers(trainer)
-            _check_optimizers(self.optimizers)
+            _check_optimizers(self.optimizers, module)
         self.model = self._wrap(module, trainer.accumulate_grad_batches if fits else None)
         tell_device(module, self.root_device)
         if fits:
-            self.optimizers = [self._shard(each) for each in self.optimizers]
+            self.optimizers = [self._shard([plain_of(each) for each in self.optimizers])]
         # The precision plugin scales losses by the optimizers that it is shown here, so they must be sharded by now.
         self.setup_precision_plugin()
         self.barrier()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Call `configure_optimizers`, which may return several optimizers for one step of all. Collective.
+
+        Raises what Lightning raises for what it returns.
+        """
+        module = self.lightning_module
+        assert module is not None
+        made = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=module)
+        optimizers, schedules, monitor = ([], [], None) if made is None else _configure_optimizers(made)
+        if not module.automatic_optimization or len(optimizers) < 2:
+            with _returning(module, "configure_optimizers", made):  # it is called once, as by any strategy
+                super().setup_optimizers(trainer)
+            return
+        # Lightning refuses several optimizers, because it would not know when to step which. Here they step together.
+        configs = _configure_schedulers_automatic_opt(schedules, monitor)
+        _validate_optimizers_attached(optimizers, configs)
+        _validate_scheduler_api(configs, module)
+        self.optimizers, self.lr_scheduler_configs = optimizers, configs
 
     def _refuse_foreign_fit(self, module: nn.Module) -> None:
         """Of a module that another Trainer has sharded, the `ShardedModel` is not at hand."""
@@ -329,17 +355,19 @@ class GeminiStrategy(DDPStrategy):
         say_model(self._sharded, without_effect(config))
         return self._sharded
 
-    def _shard(self, optimizer: Optimizer) -> Optimizer:
-        plain = plain_of(optimizer)
+    def _shard(self, given: list[Any]) -> Optimizer:
+        """One optimizer of all that were given."""
+        first: Optimizer = given[0]
         # Lightning's stand-in for a module without an optimizer has no param groups.
-        if isinstance(plain, ShardedOptimizer) or not plain.param_groups or self._sharded is None:
-            return plain  # type: ignore[no-any-return]
+        if self._sharded is None or isinstance(first, ShardedOptimizer) or not any(its.param_groups for its in given):
+            return first
         # A model has one optimizer at a time. `Tuner.lr_find()` has fitted it before, with an optimizer of its own.
         if self._fitted is not None:
             self._fitted.close()
         for each in self.lr_scheduler_configs:
             # The schedule watches `step()` of the plain optimizer, which nobody calls: torch would warn of it.
             each.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+        plain = given if len(given) > 1 else first
         self._fitted = ShardedOptimizer(self._sharded, plain, **self.config.optimizer_options())
         return self._fitted
 
@@ -499,10 +527,30 @@ class GeminiStrategy(DDPStrategy):
 StrategyRegistry.register("gemini", GeminiStrategy, description="ZeRO in chunks, under memory budgets", override=True)
 
 
-def _check_optimizers(optimizers: list[Any]) -> None:
-    sharding = [each for each in optimizers if plain_of(each).param_groups]
-    if len(sharding) > 1:
+@contextmanager
+def _returning(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Inside, the module's method of this name returns `value`."""
+    own = vars(module).get(name)
+    setattr(module, name, lambda: value)
+    try:
+        yield
+    finally:
+        delattr(module, name)
+        if own is not None:
+            setattr(module, name, own)
+
+
+def _check_optimizers(optimizers: list[Any], module: pl.LightningModule) -> None:
+    sharding = [plain for plain in map(plain_of, optimizers) if plain.param_groups]
+    if len(sharding) > 1 and not module.automatic_optimization:
         raise UnsupportedError(
-            f"configure_optimizers() returns {len(sharding)} optimizers, and a sharded model has one: give it several "
-            "param groups"
+            f"configure_optimizers() returns {len(sharding)} optimizers with automatic_optimization=False, and a "
+            "sharded model has one step: leave automatic_optimization True, and they step together, with one norm and "
+            "one clip; or return one optimizer with several param groups"
+        )
+    already = [each for each in sharding if isinstance(each, ShardedOptimizer)]
+    if len(sharding) > 1 and already:
+        raise UnsupportedError(
+            "configure_optimizers() returns a ShardedOptimizer beside others: return the plain optimizers, which the "
+            "strategy makes one of"
         )

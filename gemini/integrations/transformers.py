@@ -22,10 +22,11 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, check_target_module_exists
 
 from gemini.engine.config import Config
 from gemini.engine.config.config import SETTINGS, OptimizerConfig
+from gemini.engine.config.muon import check_modules
 from gemini.engine.initialize import Source, say_model, scheduler_of
 from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError, UnsupportedError
@@ -282,13 +283,34 @@ def class_and_arguments(optimizer: OptimizerConfig, args: Any) -> tuple[type[tor
 def muon_of(optimizer: OptimizerConfig, args: Any, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon of the model's hidden matrices, and Adam of the rest, as the config and TrainingArguments have them. Local.
 
-    As in DeepSpeed, weight decay is of all parameters.
+    As in DeepSpeed, weight decay is of all parameters. With `TrainingArguments(optim_target_modules=)` Muon updates
+    hidden matrices of these modules alone.
     """
     said = {name: value(args) for name, value in _OPTIMIZER.items()}
     named = OptimizerConfig(type=optimizer.type, params={**said, **optimizer.params})
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    made = named.make([parameter for parameter in names if parameter.requires_grad], names)
-    return made if isinstance(made, list) else [made]
+    made = named.make([parameter for parameter in names if parameter.requires_grad], names, _targets(args, model))
+    optimizers = made if isinstance(made, list) else [made]
+    check_modules(optimizers, model)
+    return optimizers
+
+
+def _targets(args: Any, model: nn.Module) -> set[Tensor] | None:
+    """The weights of the modules that `optim_target_modules` names; None: it names none."""
+    wanted = args.optim_target_modules
+    if wanted is None:
+        return None
+    is_all = isinstance(wanted, str) and wanted.replace("_", "-") == "all-linear"
+    found: set[Tensor] = set()
+    for name, module in model.named_modules():
+        if is_all or check_target_module_exists(wanted, name):
+            found.update(module.parameters(recurse=False))
+    if is_all:  # not what embeds, also where the head shares it
+        tables = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+        found.difference_update(each.weight for each in tables)
+    if not found:
+        raise ConfigError(f"TrainingArguments(optim_target_modules={wanted!r}) names no module with weights for Muon")
+    return found
 
 
 _EIGHT_BIT = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit")

@@ -45,7 +45,8 @@ from sharding import Piece
 # -- Which optimizers treat each tensor by itself.
 
 
-_KNOWN = ("torch.optim.Muon", "torch.optim.Adafactor", "transformers.optimization.Adafactor")
+_MUON = ("torch.optim.Muon", "gemini.optimizer.muon.Muon")
+_KNOWN = (*_MUON, "torch.optim.Adafactor", "transformers.optimization.Adafactor")
 """Optimizers that are tested to equal those of a plain model, by their full name."""
 _NOT_BY_TENSOR = {
     "LBFGS": "it looks at all parameters together, and calls its closure several times in a step",
@@ -150,7 +151,7 @@ class WholeTensorUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._kind = kind = kind_of(optimizer)
         self._is_known = _full_name(kind) in _KNOWN
-        self.always_has = ("momentum_buffer",) if _full_name(kind) == "torch.optim.Muon" else None
+        self.always_has = ("momentum_buffer",) if _full_name(kind) in _MUON else None
         # A copy of the user's object and not another of its class: its constructor may take what is in no group.
         self._worker: torch.optim.Optimizer = object.__new__(kind)
         vars(self._worker).update({name: copy.copy(value) for name, value in _own_fields(optimizer).items()})

@@ -1,15 +1,20 @@
 """`ShardedOptimizer(..., ema=)`: the bits of torch's `AveragedModel` over the masters, at any placement."""
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from typer.testing import CliRunner
 
 import gemini
 from gemini import ConfigError, Ema, GeminiError, ShardedModel, ShardedOptimizer, state_hash
+from gemini.cli.app import app
 from gemini.engine.config import load_config
 from gemini.placement.demand import Kind, Tier
 from optim import HybridAdam
@@ -17,6 +22,7 @@ from tests.harness.on_ranks import on_ranks
 from tests.harness.seed import seed
 from tests.harness.shared_folder import shared_folder
 from tests.zoo import whole
+from tests.zoo.hf_trainers import gpt2
 from tests.zoo.walks import build, loss_of
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -176,6 +182,67 @@ def test_averages_go_on_from_a_state_dict_and_from_a_checkpoint_on_other_ranks(r
             gemini.load_checkpoint(folder, model, optimizer)
         train(model, optimizer, 3)
         model.close()
+
+
+@on_ranks(1, 2)
+def test_averages_of_a_checkpoint_are_exported_for_from_pretrained(rank: int, world_size: int) -> None:
+    """In the dtype of the weights, rounded as `optimizer.ema.weights()` does, or in fp32. Frozen weights stay."""
+    with shared_folder() as folder:
+        module = gpt2()
+        module.transformer.ln_f.requires_grad_(False)
+        model = wrapped("host", module, dtype=torch.bfloat16)
+        optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2), ema=Ema(decay=0.5, after=1))
+        ids = torch.arange(16).view(1, 16) + 1
+        for number in range(3):
+            optimizer.backward(model(input_ids=ids, labels=ids).loss)
+            optimizer.step()
+            if number != 1:
+                gemini.save_checkpoint(folder, model, optimizer)
+        wanted = averages_of(optimizer, model)
+        masters = {name: value.float() for name, value in model.state_dict().items()}
+        if rank == 0:
+            assert export(folder, folder / "out", "--ema")[0] == 0
+            assert export(folder, folder / "whole", "--ema", "--dtype", "fp32")[0] == 0
+            module.config.save_pretrained(folder / "out")
+            back = type(module).from_pretrained(folder / "out", dtype=torch.bfloat16).state_dict()
+            assert_same({name: back[name] for name in wanted}, wanted)
+            precise = load_file(folder / "whole" / "model.safetensors")
+            assert all(torch.equal(value.bfloat16(), wanted[name]) for name, value in precise.items())
+            assert any((value != wanted[name].float()).any() for name, value in precise.items())
+            assert not torch.equal(precise["transformer.wpe.weight"], masters["transformer.wpe.weight"])
+            code, said = export(folder, folder / "early", "--ema", "--tag", "step_1")
+            assert code == 2 and "was saved after 1 steps, before the first averaging" in said
+        model.close()
+
+
+@pytest.mark.parametrize("form", ["deepspeed", "fsdp2"])
+def test_averages_are_no_state_of_a_training_that_goes_on_in_another_library(form: str, tmp_path: Path) -> None:
+    model = wrapped("device")
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2), ema=0.5)
+    for number in (0, 2):
+        train(model, optimizer, number)
+    gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
+    assert export(tmp_path / "saved", tmp_path / "out", "--to", form)[0] == 0
+    names = {path.name for path in tmp_path.glob("out/**/*.pt")}
+    if form == "fsdp2":
+        keys = FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+        names = {f"{key.rpartition('.')[2]}.pt" for key in keys}
+    assert "exp_avg.pt" in names and "ema.pt" not in names
+    model.close()
+
+
+def test_averages_that_a_checkpoint_has_not_are_not_exported(tmp_path: Path) -> None:
+    model = wrapped("device")
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2))
+    gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
+    code, said = export(tmp_path / "saved", tmp_path / "out", "--ema")
+    assert code == 2 and "has no averages of weights: save one with" in said and not any((tmp_path / "out").glob("*"))
+    assert "--ema is for --to huggingface" in export(tmp_path / "saved", tmp_path / "out", "--ema", "--to", "fsdp2")[1]
+
+
+def export(*arguments: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["checkpoint", "export", *map(str, arguments)])
+    return done.exit_code, " ".join((done.stdout + done.stderr).split())
 
 
 @pytest.mark.parametrize("options", [{}, LENT])
