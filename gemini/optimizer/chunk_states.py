@@ -169,15 +169,19 @@ class ChunkOptimizerState:
             raise
         return taken
 
-    def discard(self, managed: ManagedParameter) -> None:
-        """Reset one parameter's state to that before its first update."""
+    def discard(self, managed: ManagedParameter, *, keeps_average: bool = False) -> None:
+        """Reset one parameter's state to that before its first update.
+
+        keeps_average: not the average of its weights, of which its optimizer knows nothing.
+        """
         wait_on_tier(self.all_flats())
         position = managed.position
         self.note_edit(position)
-        self.scalars[position], self.made[position], self.lacks_average[position] = None, (), True
+        self.scalars[position], self.made[position] = None, ()
+        self.lacks_average[position] |= not keeps_average
         # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other
         # parameters.
-        for flat in self.flats.values():
+        for flat in [flat for name, flat in self.flats.items() if name != AVERAGE or not keeps_average]:
             if self.layout is None:
                 for part in managed.own_parts(flat):
                     part.zero_()
@@ -213,7 +217,7 @@ class ChunkOptimizerState:
             position = managed.position
             whose = self.whose[position] if group is None else self.rules.whose(group)
             if self.scalars[position] is not None and whose != self.whose[position]:
-                self.discard(managed)
+                self.discard(managed, keeps_average=True)
             self.whose[position] = whose
 
     def name_staged(self, staged: dict[str, Tensor]) -> None:
