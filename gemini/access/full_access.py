@@ -316,6 +316,11 @@ def _state(link: Link, key: str) -> FlatAccess:
     states, managed = link.states, link.managed
     names = states.names_of(managed)
     if key not in names:
+        if states.kept is not None and key in (states.kept.scalars_of(managed) or {}):
+            raise ValueError(
+                f"optimizer state {key!r} of {managed.name!r} has another shape than the parameter, so every rank has "
+                f"it whole: read or set optimizer.state[parameter][{key!r}]"
+            )
         reason = "the model has no ShardedOptimizer" if states.kept is None else f"it has {sorted(names) or 'none'}"
         raise ValueError(f"parameter {managed.name!r} has no optimizer state {key!r}: {reason}")
     return states.of_optimizer(managed.chunk, key)

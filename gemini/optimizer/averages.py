@@ -16,6 +16,8 @@ from gemini.errors import GeminiError
 
 AVERAGE = "ema"
 """The name of the state, in state dicts, checkpoints and `safe_get_full_optimizer_state`."""
+OTHERS = "averages"
+"""The key of a state dict for averages of parameters that have no entry: no step has updated them."""
 
 
 @dataclass(frozen=True, kw_only=True)

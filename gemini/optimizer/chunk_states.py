@@ -181,15 +181,21 @@ class ChunkOptimizerState:
             raise
         return taken
 
-    def discard(self, managed: ManagedParameter) -> None:
-        """Reset one parameter's state to that before its first update."""
+    def discard(self, managed: ManagedParameter, *, keeps_average: bool = False) -> None:
+        """Reset one parameter's state to that before its first update.
+
+        keeps_average: not the average of its weights, of which its optimizer knows nothing.
+        """
         wait_on_tier(self.all_flats())
         position = managed.position
         self.note_edit(position)
-        self.scalars[position], self.made[position], self.lacks_average[position] = None, (), True
+        self.scalars[position], self.made[position] = None, ()
+        self.lacks_average[position] |= not keeps_average
         # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other
         # parameters.
         for name, flat in self.held.items():
+            if keeps_average and name == AVERAGE:
+                continue
             layout = self.layout_of(name)
             if layout is None:
                 for part in managed.own_parts(flat):
@@ -226,7 +232,7 @@ class ChunkOptimizerState:
             position = managed.position
             whose = self.whose[position] if group is None else self.rules.whose(group)
             if self.scalars[position] is not None and whose != self.whose[position]:
-                self.discard(managed)
+                self.discard(managed, keeps_average=True)
             self.whose[position] = whose
 
     def name_staged(self, staged: dict[str, Tensor]) -> None:

@@ -424,7 +424,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The state in torch.optim's format, whole, in host memory. Collective.
 
         Beside "state" and "param_groups" it has "masters", the fp32 weights by parameter number, and "loss_scale". With
-        `ema` the entries of "state" have an "ema", and "ema" at the top has the numbers of steps and averagings.
+        `ema` the entries of "state" have an "ema", and "ema" at the top has the numbers of steps and averagings, and
+        the averages of parameters without an entry: by their number, or by name if they are in no param group.
 
         Args:
             rank0_only: True leaves the dict empty on all ranks but rank 0, and saves their host memory.
@@ -434,8 +435,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.refuse_exchanged("optimizer.state_dict()")
         with self._manager.step.publishing():
             state = whole_optimizer_state(self.model, self._chunk_states, self.param_groups, rank0_only)
-        if state and self._averages is not None:
-            state[AVERAGE] = self._averages.counts()
         if state and self._scaling.active is not None:
             state["loss_scale"] = self._scaling.active.state_dict()
         return state

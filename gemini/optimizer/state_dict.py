@@ -22,7 +22,7 @@ from gemini.access.states import FlatAccess, FullPrecisionAccess, StateAccess, S
 from gemini.access.weights import refuse_rank0_only
 from gemini.log import warn_at_script
 from gemini.model.sharded_model import ShardedModel
-from gemini.optimizer.averages import AVERAGE
+from gemini.optimizer.averages import AVERAGE, OTHERS
 from gemini.optimizer.chunk_states import ChunkOptimizerState, ChunkStates
 from gemini.optimizer.elementwise import state_in_words
 from gemini.optimizer.several import WHOSE
@@ -58,6 +58,8 @@ def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     if optimizer is not None:
         saved = optimizer.state_dict()
         _add(digest, "state", saved["state"])
+        if averages := saved.get(AVERAGE, {}).get(OTHERS):
+            _add(digest, OTHERS, averages)
         masters = saved.get("masters")
         if masters:
             _add(digest, "masters", masters)
@@ -256,16 +258,19 @@ def whole_optimizer_state(
     keep, shards = not rank0_only or step.communicator.rank == 0, model.chunk_manager.row_shards
     step.check_idle("optimizer.state_dict()")
     refuse_rank0_only(parts, rank0_only)
-    numbers = numbers_of(groups)
+    numbers, parameters = numbers_of(groups), model.chunk_manager.parameters
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
+    averages: dict[int | str, Tensor] = {}  # of parameters without an entry
     names = names_by_chunk(step.communicator, states)
     with torch.no_grad():
         for chunk in step.chunks:
             known = [managed for managed in chunk.parameters if managed.index in numbers]
             if states.has(chunk):
-                entries = _whole_entries(parts, states.by_chunk[chunk.index], names[chunk.index], known if keep else ())
+                its = parts, states.by_chunk[chunk.index], names[chunk.index]
+                entries, others = _whole_entries(*its, known if keep else (), chunk.parameters if keep else ())
                 state |= {numbers[index]: entry for index, entry in entries.items()}
+                averages |= {_key_of(parameters[index], numbers): average for index, average in others.items()}
             if Kind.MASTER in chunk.homes:
                 mastered = [managed for managed in known if managed.owns_master]
                 masters |= {
@@ -273,7 +278,7 @@ def whole_optimizer_state(
                     for managed, master in _copies(parts, parts.full_precision(chunk), mastered if keep else ())
                 }
         if shards is None:
-            _join_parts(model, numbers, state, masters)
+            _join_parts(model, numbers, state, masters, averages)
     if rank0_only and step.communicator.everyone.rank != 0:
         return {}
     counting = count()
@@ -281,11 +286,22 @@ def whole_optimizer_state(
     for group in packed:
         if "adamw_mode" in group:  # by which torch's Adam tells whether the state is AdamW's
             group["decoupled_weight_decay"] = group["adamw_mode"]
-    return {"state": dict(sorted(state.items())), "param_groups": packed, "masters": dict(sorted(masters.items()))}
+    whole: dict[str, Any] = {
+        "state": dict(sorted(state.items())),
+        "param_groups": packed,
+        "masters": dict(sorted(masters.items())),
+    }
+    if states.averages is not None:
+        whole[AVERAGE] = {**states.averages.counts(), OTHERS: averages}
+    return whole
 
 
 def _join_parts(
-    model: ShardedModel, numbers: Mapping[int, int], state: dict[int, dict[str, Any]], masters: dict[int, Tensor]
+    model: ShardedModel,
+    numbers: Mapping[int, int],
+    state: dict[int, dict[str, Any]],
+    masters: dict[int, Tensor],
+    averages: dict[int | str, Tensor],
 ) -> None:
     """Put wholes in the place of tensors of which tensor parallelism leaves a part here. Collective over the parts."""
     managed_of = {number: model.chunk_manager.parameters[index] for index, number in numbers.items()}
@@ -299,6 +315,10 @@ def _join_parts(
                 entry[name] = part.whole(value)
         if number in masters:
             masters[number] = part.whole(masters[number])
+    for managed in model.chunk_manager.parameters:
+        key = _key_of(managed, numbers)
+        if managed.part is not None and key in averages:
+            averages[key] = managed.part.whole(averages[key])
 
 
 def _parts_of(saved: Mapping[str, Any], by_number: Mapping[int, ManagedParameter]) -> Mapping[str, Any]:
@@ -329,20 +349,38 @@ def names_by_chunk(communicator: Communicator, states: ChunkStates) -> dict[int,
 
 
 def _whole_entries(
-    states: States, chunk_state: ChunkOptimizerState, names: Sequence[str], known: Sequence[ManagedParameter]
-) -> dict[int, dict[str, Any]]:
-    """The entries of one chunk's parameters, by parameter index. Collective."""
+    states: States,
+    chunk_state: ChunkOptimizerState,
+    names: Sequence[str],
+    known: Sequence[ManagedParameter],
+    averaged: Sequence[ManagedParameter],
+) -> tuple[dict[int, dict[str, Any]], dict[int, Tensor]]:
+    """The entries of one chunk's parameters, by parameter index, and the averages of those without one. Collective.
+
+    known: the parameters that may have an entry. averaged: those whose averages count.
+    """
     chunk, scalars = chunk_state.chunk, chunk_state.scalars
     entries = {
         managed.index: {name: scalar_of(name, value, chunk_state, managed.position) for name, value in its.items()}
         for managed in known
         if (its := scalars[managed.position]) is not None
     }
+    without = dict[int, Tensor]()
     for name in names:
-        wanted = [m for m in known if m.index in entries and name in chunk_state.names(m.position)]
+        # Parameters that no step has updated, and those in no group, are averaged too.
+        some = averaged if name == AVERAGE else [each for each in known if each.index in entries]
+        wanted = [each for each in some if name in chunk_state.names(each.position)]
         for managed, copy in _copies(states, states.of_optimizer(chunk, name), wanted):
-            entries[managed.index][name] = copy
-    return {index: entry for index, entry in entries.items() if entry}  # SGD without momentum keeps nothing
+            if managed.index in entries:
+                entries[managed.index][name] = copy
+            else:
+                without[managed.index] = copy
+    return {index: entry for index, entry in entries.items() if entry}, without  # SGD without momentum keeps nothing
+
+
+def _key_of(managed: ManagedParameter, numbers: Mapping[int, int]) -> int | str:
+    """A parameter's key among averages: its number in the state dict, or its name if it is in no param group."""
+    return numbers.get(managed.index, managed.name)
 
 
 def _copies(
@@ -409,6 +447,7 @@ class CheckedState(NamedTuple):
     by_number: dict[int, ManagedParameter]
     names_of: Callable[[ManagedParameter], EntryNames]
     settings: list[dict[str, Any]]  # of each group, in the words of this optimizer's
+    averages: dict[ManagedParameter, Tensor]  # of parameters without an entry
 
 
 def check_optimizer_state(
@@ -428,7 +467,8 @@ def check_optimizer_state(
     for group, its in zip(groups, settings, strict=True):
         # A trial update refuses bad hyperparameters while nothing has changed.
         states.check_group({**group, **its})
-    return CheckedState(saved, by_number, names_of, settings)
+    averages = _averages_in(model, saved, by_number, states.averages is not None)
+    return CheckedState(saved, by_number, names_of, settings, averages)
 
 
 def load_optimizer_state(
@@ -447,7 +487,7 @@ def load_optimizer_state(
     Raises BudgetError if there is no room, before anything is changed.
     """
     values = values or WholeTensors()
-    saved, by_number, names_of, settings = checked
+    saved, by_number, names_of, settings, averages = checked
     step, parts = model.chunk_manager.step, States(model.chunk_manager)
     model.trainability.apply_unfrozen()
     step.binding.write_back_all()  # edits of weights must not overwrite the loaded masters later
@@ -456,7 +496,7 @@ def load_optimizer_state(
     masters = saved.get("masters", {})
     # The groups still have their old hyperparameters, which may need fewer states than are loaded.
     with states.expecting(_flat_names(by_number, saved, names_of)):
-        model.trainability.take_state(_wanted(by_number, saved, states))
+        model.trainability.take_state(_wanted(by_number, saved, states, averages))
     for group, its in zip(groups, settings, strict=True):
         group.update(deepcopy(its))  # a scheduler writes to a learning rate that is a tensor
     for chunk_state in states.by_chunk.values():
@@ -470,6 +510,36 @@ def load_optimizer_state(
                 load_entry(parts, its_state, managed, saved["state"].get(number), names_of(managed), values)
             if number in masters:
                 _load_master(parts, managed, masters[number], values)
+        if states.averages is not None:
+            for chunk_state in states.by_chunk.values():
+                for managed in chunk_state.chunk.parameters:
+                    if managed in averages:
+                        _load_average(parts, chunk_state, managed, averages[managed], values)
+                    elif states.group(managed) is None:
+                        # It is not of the training that was loaded: the next averaging begins it.
+                        chunk_state.lacks_average[managed.position] = True
+
+
+def _averages_in(
+    model: ShardedModel, saved: Mapping[str, Any], by_number: Mapping[int, ManagedParameter], has_averages: bool
+) -> dict[ManagedParameter, Tensor]:
+    """The averages that a state dict has of parameters without an entry. Raises ValueError for what is none.
+
+    has_averages: whether this optimizer has some, which else ignores them.
+    """
+    found: dict[ManagedParameter, Tensor] = {}
+    if not has_averages:
+        return found
+    by_name = {managed.name: managed for managed in model.chunk_manager.parameters}
+    for key, value in (saved.get(AVERAGE) or {}).get(OTHERS, {}).items():
+        managed = by_name.get(key) if isinstance(key, str) else by_number.get(key)
+        if managed is None:
+            raise ValueError(f"the average of parameter {key!r}: this model has no such parameter")
+        if managed.part is not None and isinstance(value, Tensor) and value.shape == managed.part.shape:
+            value = managed.part.of(value)
+        _check_tensor(AVERAGE, value, f"parameter {key!r} ({managed.name})", managed)
+        found[managed] = value
+    return found
 
 
 def _without_averages(saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -485,7 +555,10 @@ def _without_averages(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _wanted(
-    by_number: Mapping[int, ManagedParameter], saved: Mapping[str, Any], states: ChunkStates
+    by_number: Mapping[int, ManagedParameter],
+    saved: Mapping[str, Any],
+    states: ChunkStates,
+    averages: Mapping[ManagedParameter, Tensor],
 ) -> dict[int, frozenset[Kind]]:
     """The states, by chunk index, that `saved` has of frozen parameters and their chunks have no memory for."""
     wanted: dict[int, frozenset[Kind]] = {}
@@ -494,7 +567,7 @@ def _wanted(
         if chunk.trainable:
             continue
         kinds = set()
-        if number in saved["state"] and not states.has(chunk):
+        if (number in saved["state"] or managed in averages) and not states.has(chunk):
             kinds.add(Kind.OPTIM)
         if number in saved.get("masters", {}) and chunk.dtype in HALF_DTYPES and Kind.MASTER not in chunk.homes:
             kinds.add(Kind.MASTER)
@@ -566,11 +639,16 @@ def load_entry(
     entry: Mapping[str, Any] | None,
     names: EntryNames,
     values: StateValues | None = None,
+    *,
+    keeps_average: bool = False,
 ) -> None:
-    """Set one parameter's state to `entry`. None: to that before its first step. Collective."""
+    """Set one parameter's state to `entry`. None: to that before its first step. Collective.
+
+    keeps_average: of its weights, where the entry has none.
+    """
     position, values = managed.position, values or WholeTensors()
     # States that the entry lacks are reset, not kept.
-    chunk_state.discard(managed)
+    chunk_state.discard(managed, keeps_average=keeps_average)
     if entry is None:
         return
     scalars: dict[str, Any] = {}
@@ -583,13 +661,21 @@ def load_entry(
             # A torch optimizer creates its states at the first step, and this one may not have stepped.
             if name not in chunk_state.flats:
                 chunk_state.allocate([name], states.step.params)
-            values.fill_state(states.of_optimizer(managed.chunk, name), managed, name, value)
             if name == AVERAGE:
-                chunk_state.note_average(position)
-            else:
-                chunk_state.note_made(position, [name])
+                _load_average(states, chunk_state, managed, value, values)
+                continue
+            values.fill_state(states.of_optimizer(managed.chunk, name), managed, name, value)
+            chunk_state.note_made(position, [name])
         else:
             scalars[name] = unscalar(name, value, chunk_state, position)
+
+
+def _load_average(
+    states: States, chunk_state: ChunkOptimizerState, managed: ManagedParameter, value: Tensor, values: StateValues
+) -> None:
+    """Set the average of one parameter's weights."""
+    values.fill_state(states.of_optimizer(managed.chunk, AVERAGE), managed, AVERAGE, value)
+    chunk_state.note_average(managed.position)
 
 
 def _load_master(states: States, managed: ManagedParameter, value: Tensor, values: StateValues) -> None:

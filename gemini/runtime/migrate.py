@@ -10,9 +10,9 @@ own business; it is told through a `StateStore`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gemini.errors import BudgetError
 from gemini.memory.slot import KeptSlot
@@ -70,6 +70,9 @@ class StateStore(Protocol):
 
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
         """The names of a parameter's states; empty if they have no memory."""
+
+    def scalars_of(self, managed: ManagedParameter) -> Mapping[str, Any] | None:
+        """What is kept of a parameter beside these, in other shapes than its own; None before its first step."""
 
     def note_write(self, managed: ManagedParameter, name: str) -> None:
         """A user has set a state of a parameter: copies that were read before are stale."""

@@ -245,6 +245,71 @@ def export(*arguments: Any) -> tuple[int, str]:
     return done.exit_code, " ".join((done.stdout + done.stderr).split())
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(1, 2)
+def test_averages_of_weights_that_no_step_has_updated_go_on_too(
+    rank: int, world_size: int, dtype: torch.dtype | None
+) -> None:
+    """One weight has never had a gradient, and one is in no param group: both were edited by hand since."""
+
+    def made(place: str) -> tuple[ShardedModel, ShardedOptimizer]:
+        module = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("used", "idle", "other")})
+        for parameter in module.parameters():
+            nn.init.constant_(parameter, 0.25)
+        model = wrapped(place, module, device="emulated", dtype=dtype)
+        grouped = [each for name, each in model.named_parameters() if "other" not in name]
+        return model, ShardedOptimizer(model, HybridAdam(grouped, lr=1e-2), ema=0.5)
+
+    def edit_and_step(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        for name in ("idle", "other"):
+            model.module[name].weight.data.add_(1.0)
+        model.module["used"](torch.ones(2, 16, dtype=dtype or torch.float32)).sum().backward()
+        optimizer.step()
+
+    with shared_folder() as folder:
+        model, optimizer = made("host")
+        edit_and_step(model, optimizer)
+        edit_and_step(model, optimizer)
+        gemini.save_checkpoint(folder, model, optimizer)
+        saved = optimizer.state_dict(), model.state_dict()
+        assert {key for key in saved[0]["ema"]["averages"] if isinstance(key, str)} == {"other.weight", "other.bias"}
+        edit_and_step(model, optimizer)
+        wanted = averages_of(optimizer, model)
+        # 1.25 at first; after two more steps half of the way to 2.25, then half of that to 3.25.
+        for name in ("idle", "other"):
+            assert torch.equal(wanted[f"{name}.weight"].float(), torch.full((16, 16), 2.5))
+        model.close()
+        for from_file, had_others in ((True, False), (True, True), (False, False), (False, True)):
+            model, optimizer = made("in parts")
+            if had_others:
+                edit_and_step(model, optimizer)
+            if from_file:
+                gemini.load_checkpoint(folder, model, optimizer)
+            else:
+                model.load_state_dict(saved[1])
+                optimizer.load_state_dict(saved[0])
+            edit_and_step(model, optimizer)
+            assert_same(averages_of(optimizer, model), wanted)
+            model.close()
+
+
+@on_ranks(1, 2)
+def test_an_average_stays_when_the_states_of_its_weight_are_reset(rank: int, world_size: int) -> None:
+    model = wrapped("device", whole.build(), device="emulated")
+    optimizer = ShardedOptimizer(model, whole.muon_and_adam(model), ema=0.5)
+    whole.train_step(model, optimizer, rank, 0)
+    whole.train_step(model, optimizer, rank, 1)
+    before = averages_of(optimizer, model)
+    # To another optimizer, which has no states of it; and by hand.
+    moved = optimizer.param_groups[0]["params"].pop(0)
+    optimizer.param_groups[1]["params"].append(moved)
+    optimizer.follow_param_groups()
+    optimizer.state.pop(optimizer.param_groups[1]["params"][0])
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {}
+    assert_same(averages_of(optimizer, model), before)
+    model.close()
+
+
 @pytest.mark.parametrize("options", [{}, LENT])
 @on_ranks(1, 2)
 def test_a_look_at_the_averages_between_backward_and_step_changes_nothing(

@@ -305,6 +305,20 @@ def test_states_read_and_written_by_parameter_count() -> None:
     model.close()
 
 
+def test_states_of_another_shape_are_in_the_state_of_the_optimizer_alone() -> None:
+    model = wrapped("cuda")
+    optimizer = made_for(model, "adafactor")
+    train_step(model, optimizer, 0, 0)
+    weight = model.module.square.weight
+    with pytest.raises(
+        ValueError, match=r"'row_var' of 'square.weight' has another shape .*optimizer.state\[parameter"
+    ):
+        gemini.safe_get_full_optimizer_state(weight, "row_var")
+    optimizer.state[weight]["row_var"] = torch.full((40, 1), 0.5)
+    assert torch.equal(optimizer.state_dict()["state"][5]["row_var"], torch.full((40, 1), 0.5))
+    model.close()
+
+
 def test_the_plan_counts_the_states_of_whole_tensors() -> None:
     """Muon's one state and Adam's two share memory where both are in one chunk; Adafactor's of vectors is one."""
     for make, num_states in (("muon", {1, 2}), ("adafactor", {0, 1})):
