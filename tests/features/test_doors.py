@@ -153,3 +153,13 @@ def test_ms_swift_trains_sharded_once_a_plugin_has_registered(libraries: None, t
     assert logged(trained(kind(gpt2(), args, train_dataset=Texts()))) == expected(tmp_path)
     with pytest.raises(AttributeError, match=r"call register\(\) first"):
         _ = ms_swift.PPOTrainer
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "trl", "axolotl"])
+def test_a_front_end_without_its_library_says_how_to_install_it(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"gemini.integrations.{library}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ModuleNotFoundError, match=f"needs {library}, .* not installed: pip install {library}$") as found:
+        importlib.import_module(name)
+    assert found.value.name == library
