@@ -400,3 +400,10 @@ def test_a_dtype_may_be_named_wherever_one_is_taken(name: str) -> None:
 def test_a_word_that_names_no_dtype_of_weights_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"dtype must be None or one of torch.float32, .*, found '{name}'"):
         ShardedModel(nn.Linear(4, 4), dtype=name)
+
+
+def test_a_budget_of_some_bytes_is_told_that_its_number_has_no_unit() -> None:
+    with pytest.raises(BudgetError, match=r"the budget is 7 bytes, as a number without a unit is bytes\. Allow more"):
+        ShardedModel(nn.Linear(64, 64), device="emulated", device_memory=8)
+    with pytest.raises(BudgetError, match=r"the budget is [0-9]+ bytes\. Allow more"):
+        ShardedModel(nn.Linear(64, 64), device="emulated", device_memory=2000)

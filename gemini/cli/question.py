@@ -23,7 +23,7 @@ from gemini.placement.demand import (
     OPTIM_STATES,
     Dtype,
     Workload,
-    format_bytes,
+    in_units,
     parse_bytes,
 )
 from gemini.placement.machines import MACHINES, THIS, Machine, Rates
@@ -253,18 +253,18 @@ class Question:
             plan = plan_training(self.packed, self._settings_with(None), free, self.optim_states, is_try)
         # `predicted` simulates a step. Without a bound on the host there is nothing to compare its peak with.
         needed = plan.host_bytes if there is None else plan.predicted.host_peak
-        words = f"training needs {needed} bytes ({format_bytes(needed)}) on the host of each rank"
+        words = f"training needs {needed} bytes{in_units(needed)} on the host of each rank"
         if needed > plan.host_bytes:
             words += f", {needed - plan.host_bytes} of them for gradients that find no gradient slot in a step"
         if self.cluster.is_emulated:
             needed += plan.device_bytes + (self.activations or 0)
             words = (
-                f"training needs {needed} bytes ({format_bytes(needed)}) of each rank with its activations, all in "
+                f"training needs {needed} bytes{in_units(needed)} of each rank with its activations, all in "
                 "host memory, since this machine has no accelerator"
             )
         if there is not None and needed > there:
             raise BudgetError(
-                f"host: {words}, and there are {there} ({format_bytes(there)})",
+                f"host: {words}, and there are {there}{in_units(there)}",
                 tier="host",
                 needed_bytes=needed,
                 budget_bytes=there,
