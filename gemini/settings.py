@@ -25,6 +25,20 @@ from sharding import ShardStrategy, WireFormat, resolve_strategy
 
 CASTABLE_DTYPES = (torch.float32, *HALF_DTYPES)
 _DTYPES = (*CASTABLE_DTYPES, torch.float64)
+_NAMED_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfp16": torch.bfloat16,  # DeepSpeed's spelling in `communication_data_type`
+    "bfloat16": torch.bfloat16,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+    "double": torch.float64,
+}
 BUDGETS = ("device_memory", "model_data_memory", "host_memory")
 QUANTIZED = ("quantized_weights", "quantized_frozen_weights", "quantized_gradients")
 _WIRES = {bits: WireFormat(bits) for bits in (8, 4)}
@@ -52,6 +66,7 @@ class Emulation(Protocol):
 
 
 Device = int | str | torch.device | Emulation | None
+DtypeLike = torch.dtype | str
 Weights = torch.dtype | Mapping[type[nn.Module] | str, torch.dtype | None] | None
 
 
@@ -78,9 +93,9 @@ class Options(TypedDict, total=False):
     update_in_backward: bool
     gradient_accumulation_steps: int | None
     reuse_fp16_shard: bool
-    dtype: Weights
-    reduce_dtype: torch.dtype | None
-    accumulate_dtype: torch.dtype | None
+    dtype: DtypeLike | Mapping[type[nn.Module] | str, DtypeLike | None] | None
+    reduce_dtype: DtypeLike | None
+    accumulate_dtype: DtypeLike | None
     quantized_weights: int | None
     quantized_frozen_weights: int | None
     quantized_gradients: int | None
@@ -212,11 +227,11 @@ class Settings(SettingFields):
             views, gets gradient memory of its own from then on, on the host where the device is full. The plan has it
             where it knows of several micro-batches. At stages 1 and 2 a chunk of several units has it anyway.
         dtype: dtype of the weights in chunks, or one by module; bf16 and fp16 ones keep fp32 masters. None: the
-            module's own. By module: {torch.nn.LayerNorm: torch.float32, "head.*": None, "*": torch.bfloat16}, with
-            classes and names (shell patterns) as keys. The innermost module that a key chooses decides for all that it
-            contains, the first such key for it, "*" for the rest. A module that a key but "*" chose gets floating-point
-            inputs in its dtype; what it returns in that has the first one's dtype again (without one: that of "*").
-            Buffers keep their dtypes.
+            module's own. "bf16" names torch.bfloat16. By module: {torch.nn.LayerNorm: torch.float32, "head.*": None,
+            "*": torch.bfloat16}, with classes and names (shell patterns) as keys. The innermost module that a key
+            chooses decides for all that it contains, the first such key for it, "*" for the rest. A module that a key
+            but "*" chose gets floating-point inputs in its dtype; what it returns in that has the first one's dtype
+            again (without one: that of "*"). Buffers keep their dtypes.
         reduce_dtype: dtype in which gradients travel between ranks: each rank's is cast before the exchange. None: its
             own. Whatever travels, the mean over ranks is made in fp32 and rounded once.
         accumulate_dtype: dtype in which reduced gradients rest and micro-batches are added up, from the first on. None:
@@ -284,7 +299,8 @@ class Settings(SettingFields):
         refuse_unknown_arguments(owner, [name for name in options if name not in valid], [*valid, *others])
         if settings is not None and not isinstance(settings, Settings):
             raise TypeError(f"settings must be a Settings or None, found {type(settings).__name__}")
-        settings = replace(settings or Settings(), **options)
+        given: dict[str, Any] = {**options}  # of wider types: a dtype may be a name, which a field never is
+        settings = replace(settings or Settings(), **given)
         return settings if shard_strategy is None else replace(settings, shard_strategy=shard_strategy)
 
     @property
@@ -493,15 +509,16 @@ class Settings(SettingFields):
 
     def _check_dtypes(self) -> None:
         if isinstance(self.dtype, Mapping):
-            for key, value in self.dtype.items():
+            for key in self.dtype:
                 if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
                     raise TypeError(f"dtype={{...}} has module classes and names of modules as keys, found {key!r}")
-                check_dtype(f"dtype of {key!r}", value)
-            object.__setattr__(self, "dtype", dict(self.dtype))  # a later change of the user's mapping changes nothing
+            # A copy: a later change of the user's mapping changes nothing.
+            weights = {key: checked_dtype(f"dtype of {key!r}", value) for key, value in self.dtype.items()}
+            object.__setattr__(self, "dtype", weights)
         else:
-            check_dtype("dtype", self.dtype)
-        check_dtype("reduce_dtype", self.reduce_dtype, CASTABLE_DTYPES)
-        check_dtype("accumulate_dtype", self.accumulate_dtype, CASTABLE_DTYPES)
+            object.__setattr__(self, "dtype", checked_dtype("dtype", self.dtype))
+        for name in ("reduce_dtype", "accumulate_dtype"):
+            object.__setattr__(self, name, checked_dtype(name, getattr(self, name), CASTABLE_DTYPES))
         if self.reuse_fp16_shard and self.accumulate_dtype is torch.float32:
             raise ValueError(
                 "reuse_fp16_shard=True keeps 16-bit gradients where 16-bit parameters were; with "
@@ -525,14 +542,17 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
     return found
 
 
-def check_dtype(name: str, dtype: torch.dtype | None, valid: tuple[torch.dtype, ...] = _DTYPES) -> None:
-    """Raises ValueError unless weights can be of this dtype."""
-    if dtype is not None and dtype not in valid:
-        meant = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-        text = meant.get(str(dtype), dtype)
-        means = [each for each in valid if str(each) in (text, f"torch.{text}")]
-        advice = f": write {means[0]}" if means else ""
-        raise ValueError(f"{name} must be None or one of {', '.join(map(str, valid))}, found {dtype!r}{advice}")
+def dtype_named(name: str) -> torch.dtype | None:
+    """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; None for other words."""
+    return _NAMED_DTYPES.get(name.removeprefix("torch.").lower())
+
+
+def checked_dtype(name: str, dtype: DtypeLike | None, valid: tuple[torch.dtype, ...] = _DTYPES) -> torch.dtype | None:
+    """The dtype itself, or the one that a string names. Raises ValueError unless weights can be of this dtype."""
+    found = dtype_named(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and found not in valid:
+        raise ValueError(f"{name} must be None or one of {', '.join(map(str, valid))}, found {dtype!r}")
+    return found
 
 
 def check_device(name: str, device: Device) -> None:

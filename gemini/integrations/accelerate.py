@@ -16,7 +16,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import accelerate
+from gemini.integrations.needed import needed
+
+with needed("accelerate"):
+    import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DDPCommunicationHookType

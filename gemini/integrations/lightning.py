@@ -13,8 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
+
+from gemini.integrations.needed import needed
+
+with needed("lightning"):
+    import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import (

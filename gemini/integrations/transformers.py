@@ -16,9 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import accelerate
 import torch
-import transformers
+
+from gemini.integrations.needed import needed
+
+with needed("accelerate", "transformers"):
+    import accelerate
+    import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME

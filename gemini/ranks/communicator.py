@@ -207,6 +207,8 @@ class StepPosition:
     def describe(self, position: int) -> str:
         # In an error the position may be another rank's, whose table has operators that this one lacks.
         operator, phase = divmod(position, len(Phase))
+        if (operator, phase) == (0, Phase.TOUCH):  # `Step.check_idle`: no operator's parameter is at this place
+            return "a call between steps for the whole model, such as state_dict()"
         name = self.operators[operator] if operator < len(self.operators) else f"operator {operator}"
         return _WORDS[Phase(phase)].format(name or "the model")
 

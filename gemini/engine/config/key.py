@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import torch
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -22,34 +21,19 @@ from gemini.placement.demand import Demand, Placement
 from gemini.placement.policies import FRACTIONS, StaticPolicy, resolve_policy
 from gemini.placement.policy import spend_rest
 from gemini.settings import COUNTS, QUANTIZED, Settings
+from gemini.settings import dtype_named as dtype_of_name
 
 # -- The arguments of `ShardedModel` as fields of a config: names for dtypes and classes, and the checks of `Settings`.
-
-
-DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "float": torch.float32,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfp16": torch.bfloat16,  # DeepSpeed's spelling in `communication_data_type`
-    "bfloat16": torch.bfloat16,
-    "fp64": torch.float64,
-    "float64": torch.float64,
-    "double": torch.float64,
-}
 
 
 def dtype_named(value: Any) -> Any:
     """A dtype by its name; what is not a string is left alone. Raises ValueError for an unknown name."""
     if not isinstance(value, str):
         return value
-    name = value.removeprefix("torch.").lower()
-    if name not in DTYPES:
+    found = dtype_of_name(value)
+    if found is None:
         raise ValueError(f"{value!r} is no dtype; write one of fp32, fp16, bf16, fp64")
-    return DTYPES[name]
+    return found
 
 
 def module_named(key: Any) -> Any:
