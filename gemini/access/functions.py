@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, groupby
 from typing import Any
 
@@ -125,9 +125,30 @@ class Writes(TorchDispatchMode):
         self.written: set[int] = set()  # by position
         self._tensors = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.numel()]
 
-    def note_write(self, position: int) -> None:
-        """The tensor at `position` was written to in a way that no operation reports."""
-        self.written.add(position)
+    def call(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kind: type[Tensor],
+        shown: Sequence[Tensor],
+    ) -> Any:
+        """The result of `func`, which is given `shown` in place of the tensors of `kind`, in the order of the leaves.
+
+        The first of these is shown by the first of `tensors`, or a view of it. Raises what `func` raises.
+        """
+        given = iter(shown)
+        plain_args, plain_kwargs = pytree.tree_map_only(kind, lambda _: next(given), (args, kwargs))
+        try:
+            with self:
+                result = func(*plain_args, **plain_kwargs)
+        finally:
+            if name_of(func) in _NO_OPERATIONS and isinstance(args[0], kind):
+                self.written.add(0)
+        # A NumPy array on what is shown: a write to it would be lost, so it is made read-only.
+        if hasattr(result, "setflags"):
+            result.setflags(write=False)
+        return result
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -146,5 +167,5 @@ class Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-# These functions write in a Python loop, which no schema describes.
-NO_OPERATIONS = ("apply_", "map_", "map2_")
+# These functions write to their first argument in a Python loop, which no schema describes.
+_NO_OPERATIONS = ("apply_", "map_", "map2_")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gemini.access.functions import METADATA, NO_OPERATIONS, Writes, for_each_run
+from gemini.access.functions import METADATA, Writes, for_each_run
 from gemini.access.states import States
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.placement.gradient import GradState
@@ -315,16 +315,10 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
             held = next((g for g in found if g._source.link is link and g._held is not None), gradient)
             wholes[link] = gradient._source, _current(held)[0]
     shown = [gradient._window.of(wholes[gradient._source.link][1]) for gradient in found]
-    views = iter(shown)  # in the order of the leaves, as `found`
-    plain_args, plain_kwargs = pytree.tree_map_only(ReducedGradient, lambda _: next(views), (args, kwargs))
     writes = Writes(whole for _, whole in wholes.values())
     try:
-        with writes:
-            result = func(*plain_args, **plain_kwargs)
+        result = writes.call(func, args, kwargs, ReducedGradient, shown)
     finally:
-        # No operation reports the write of a Python loop.
-        if name in NO_OPERATIONS and args[0] is found[0]:
-            writes.note_write(0)
         written = {link: pair for i, (link, pair) in enumerate(wholes.items()) if i in writes.written}
         for source, _ in written.values():
             # What views hold is stale, even if an exception follows.
@@ -339,9 +333,6 @@ def _call(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     # Gradients are written after all checks, so an error leaves them as they were.
     for source, whole in written.values():
         source.write(whole)
-    # A NumPy array on the gathered copy: a write to it would be lost, so it is made read-only.
-    if hasattr(result, "setflags"):
-        result.setflags(write=False)
 
     def returned(tensor: Tensor) -> Any:
         for gradient, its in zip(found, shown, strict=True):

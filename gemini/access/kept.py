@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gemini.access.functions import NO_OPERATIONS, Writes
+from gemini.access.functions import Writes, name_of
 from gemini.errors import GeminiError, UnsupportedError
 from gemini.runtime.binding import shares_memory
 
@@ -84,23 +84,13 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     copies = list({id(each._copy): each._copy for each in found}.values())
     tensors = [plain(each) for each in found]
     geometry = [(each.shape, each.stride()) for each in tensors]
-    given = iter(tensors)  # in the order of the leaves, as `found`
-    plain_args, plain_kwargs = pytree.tree_map_only(KeptState, lambda _: next(given), (args, kwargs))
-    name = getattr(func, "__name__", "")
     writes = Writes(copy.whole for copy in copies)
-    with writes:
-        result = func(*plain_args, **plain_kwargs)
-    # No operation reports the write of a Python loop.
-    if name in NO_OPERATIONS and args[0] is found[0]:
-        writes.note_write(copies.index(found[0]._copy))
+    result = writes.call(func, args, kwargs, KeptState, tensors)
     for each, tensor, before in zip(found, tensors, geometry, strict=True):
         if (tensor.shape, tensor.stride()) != before:
-            raise UnsupportedError(f"{name} would change the shape of {each._copy.what}: use a clone() of it")
+            raise UnsupportedError(f"{name_of(func)} would change the shape of {each._copy.what}: use a clone() of it")
     for position in sorted(writes.written):
         copies[position].bring_home()
-    # A NumPy array on the copy: a write to it would be lost, so it is made read-only.
-    if hasattr(result, "setflags"):
-        result.setflags(write=False)
 
     def returned(tensor: Tensor) -> Tensor:
         for each, its in zip(found, tensors, strict=True):

@@ -122,39 +122,7 @@ class Machine:
     source: str
 
 
-def _dgx(
-    name: str,
-    *,
-    device_bytes: int,
-    matrix_flops: float,
-    tf32_flops: float,
-    device_memory: float,
-    nvlink: float,
-    pcie: float,
-    host_memory: float,
-    network: float,
-    source: str,
-) -> Machine:
-    """A node of eight devices. Bandwidths: bytes per second in one direction; `host_memory` is of the whole node."""
-    rates = Rates(
-        source=f"published figures of {name}, which are peaks",
-        # fp32 weights: the rate of TF32, which torch uses if `allow_tf32` is set.
-        flops_per_s={"bfloat16": matrix_flops, "float16": matrix_flops, "float32": tf32_flops},
-        device_memory_bytes_per_s=device_memory,
-        host_memory_bytes_per_s=host_memory / 8,
-        to_device_bytes_per_s=pcie,
-        to_host_bytes_per_s=pcie,
-        device_update_bytes_per_s=device_memory,  # Adam is memory-bound
-        host_update_bytes_per_s=host_memory / 8,
-        node_bytes_per_s=nvlink,
-        network_bytes_per_s=network,
-    )
-    return Machine(
-        name=name, ranks_per_node=8, device_bytes=device_bytes, host_bytes=2 * 10**12, rates=rates, source=source
-    )
-
-
-def _one(
+def _published(
     name: str,
     *,
     device_bytes: int,
@@ -166,21 +134,28 @@ def _one(
     host_memory: float,
     source: str,
     nvlink: float | None = None,
+    network: float | None = None,
+    devices: int = 1,
 ) -> Machine:
-    """One device with its part of a host. Without NVLink ranks of a node exchange over PCIe; a network is not known."""
+    """A node of so many devices, with its host or their part of one. Bandwidths: bytes per second in one direction.
+
+    Without NVLink ranks of a node exchange over PCIe. network: None: it is not known.
+    """
     rates = Rates(
         source=f"published figures of {name}, which are peaks",
+        # fp32 weights: the rate of TF32, which torch uses if `allow_tf32` is set.
         flops_per_s={"bfloat16": matrix_flops, "float16": matrix_flops, "float32": tf32_flops},
         device_memory_bytes_per_s=device_memory,
-        host_memory_bytes_per_s=host_memory,
+        host_memory_bytes_per_s=host_memory / devices,
         to_device_bytes_per_s=pcie,
         to_host_bytes_per_s=pcie,
-        device_update_bytes_per_s=device_memory,
-        host_update_bytes_per_s=host_memory,
+        device_update_bytes_per_s=device_memory,  # Adam is memory-bound
+        host_update_bytes_per_s=host_memory / devices,
         node_bytes_per_s=pcie if nvlink is None else nvlink,
+        network_bytes_per_s=network,
     )
     return Machine(
-        name=name, ranks_per_node=1, device_bytes=device_bytes, host_bytes=host_bytes, rates=rates, source=source
+        name=name, ranks_per_node=devices, device_bytes=device_bytes, host_bytes=host_bytes, rates=rates, source=source
     )
 
 
@@ -189,7 +164,7 @@ _GEN4, _GEN5 = 32e9, 64e9  # PCIe x16 in one direction
 MACHINES = {
     machine.name: machine
     for machine in (
-        _one(
+        _published(
             "rtx3090",
             device_bytes=24 * 10**9,
             matrix_flops=71e12,  # with sums in fp32
@@ -200,7 +175,7 @@ MACHINES = {
             host_memory=51.2e9,
             source="NVIDIA Ampere GA102 whitepaper (dense); a desktop with 64 GB in two channels of DDR4-3200",
         ),
-        _one(
+        _published(
             "rtx4090",
             device_bytes=24 * 10**9,
             matrix_flops=165.2e12,  # with sums in fp32
@@ -211,7 +186,7 @@ MACHINES = {
             host_memory=89.6e9,
             source="NVIDIA Ada GPU architecture whitepaper (dense); a desktop with 64 GB in two channels of DDR5-5600",
         ),
-        _one(
+        _published(
             "a10",
             device_bytes=24 * 10**9,
             matrix_flops=125e12,
@@ -222,7 +197,7 @@ MACHINES = {
             host_memory=34e9,
             source="NVIDIA A10 datasheet (dense); host memory of AWS g5.4xlarge and its part of two EPYC 7R32",
         ),
-        _one(
+        _published(
             "l40s",
             device_bytes=48 * 10**9,
             matrix_flops=362e12,
@@ -233,7 +208,7 @@ MACHINES = {
             host_memory=34e9,
             source="NVIDIA L40S datasheet (dense); host memory of AWS g6e.4xlarge and its part of two EPYC 7R13",
         ),
-        _one(
+        _published(
             "a100-40gb",
             device_bytes=40 * 10**9,
             matrix_flops=312e12,
@@ -245,7 +220,7 @@ MACHINES = {
             host_memory=35e9,
             source="NVIDIA A100 datasheet (SXM, dense); host: part of a Google Cloud a2-highgpu-1g",
         ),
-        _one(
+        _published(
             "a100-80gb",
             device_bytes=80 * 10**9,
             matrix_flops=312e12,
@@ -257,7 +232,7 @@ MACHINES = {
             host_memory=35e9,
             source="NVIDIA A100 datasheet (SXM, dense); host: part of a Google Cloud a2-ultragpu-1g",
         ),
-        _one(
+        _published(
             "h100",
             device_bytes=80 * 10**9,
             matrix_flops=989e12,
@@ -269,7 +244,7 @@ MACHINES = {
             host_memory=76.8e9,
             source="NVIDIA H100 datasheet (SXM, dense); host: part of a Google Cloud a3-highgpu-1g",
         ),
-        _one(
+        _published(
             "h200",
             device_bytes=141 * 10**9,
             matrix_flops=989e12,
@@ -281,9 +256,11 @@ MACHINES = {
             host_memory=76.8e9,
             source="NVIDIA H200 datasheet (SXM, dense); an eighth of the host of AWS p5en.48xlarge",
         ),
-        _dgx(
+        _published(
             "dgx-a100-80gb",
+            devices=8,
             device_bytes=80 * 10**9,
+            host_bytes=2 * 10**12,
             matrix_flops=312e12,
             tf32_flops=156e12,
             device_memory=2039e9,
@@ -296,9 +273,11 @@ MACHINES = {
                 "AMD EPYC 7742 product page (memory bandwidth)"
             ),
         ),
-        _dgx(
+        _published(
             "dgx-h100",
+            devices=8,
             device_bytes=80 * 10**9,
+            host_bytes=2 * 10**12,
             matrix_flops=989e12,
             tf32_flops=494e12,
             device_memory=3350e9,
@@ -311,9 +290,11 @@ MACHINES = {
                 "H100 datasheet; Intel Xeon Platinum 8480C (eight channels of DDR5-4800)"
             ),
         ),
-        _dgx(
+        _published(
             "dgx-h200",
+            devices=8,
             device_bytes=141 * 10**9,
+            host_bytes=2 * 10**12,
             matrix_flops=989e12,
             tf32_flops=494e12,
             device_memory=4800e9,
