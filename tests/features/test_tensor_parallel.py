@@ -34,6 +34,14 @@ from gemini import (
     state_hash,
 )
 from gemini.checkpoint.contents import Contents
+from gemini.deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 from tests.harness.meshes import kept_mesh
 from tests.harness.on_ranks import gathered, in_soak, on_ranks
 from tests.harness.ranks import RankPool
@@ -230,6 +238,39 @@ def test_state_dicts_have_wholes_and_load_wholes_and_dtensors(rank: int, world_s
         model.load_state_dict({**weights, "head.weight": weights["head.weight"][:15]})
     with pytest.raises(UnsupportedError, match=r"Load model.state_dict"):
         __import__("copy").deepcopy(model)
+
+
+@on_ranks(4)
+def test_full_states_are_whole_over_all_parts_and_local_ones_are_not(rank: int, world_size: int) -> None:
+    mesh = kept_mesh(2, 2)
+    plain = divided.build()
+    for data_rank in range(2):
+        (divided.loss_of(plain, 0, data_rank) / 2).backward()
+    model, optimizer = wrap(mesh["dp"], divided.divided(mesh["tp"]), tensor_placement_policy="cpu")
+    optimizer.backward(divided.loss_of(model, 0, mesh["dp"].get_local_rank()))
+    for name in ("embed.weight", "blocks.0.down.weight", "blocks.2.norm.bias"):
+        parameter, wanted = model.get_parameter(name), plain.get_parameter(name)
+        torch.testing.assert_close(safe_get_full_grad(parameter), wanted.grad, **CLOSE)
+        own = parameter.grad
+        assert own is not None and own.shape == parameter.shape
+        # Rank 0's counts, also for ranks with other parts.
+        safe_set_full_grad(parameter, torch.full(wanted.shape, 1.0 + rank))
+        assert torch.equal(safe_get_full_grad(parameter), torch.ones_like(wanted))
+    optimizer.step()
+    weight, state = model.get_parameter("head.weight"), optimizer.state_dict()["state"]
+    number = [each for each, _ in model.named_parameters()].index("head.weight")
+    assert torch.equal(safe_get_full_fp32_param(weight), model.state_dict()["head.weight"])
+    assert torch.equal(safe_get_full_optimizer_state(weight, "exp_avg"), state[number]["exp_avg"])
+    assert optimizer.state[weight]["exp_avg"].shape == weight.shape == (divided.WORDS // 2, divided.WIDTH)
+    value = torch.randn(divided.WORDS, divided.WIDTH, generator=torch.Generator().manual_seed(rank)).double()
+    first = gathered(value)[0]
+    safe_set_full_fp32_param(weight, value)
+    safe_set_full_optimizer_state(weight, 2 * value, "exp_avg")
+    assert torch.equal(model.state_dict()["head.weight"], first)
+    assert torch.equal(optimizer.state_dict()["state"][number]["exp_avg"], 2 * first)
+    with pytest.raises(ValueError, match=r"must be a tensor of shape \(30, 16\), found \(15, 16\)"):
+        safe_set_full_fp32_param(weight, torch.zeros(weight.shape))
+    model.close()
 
 
 # -- Checkpoints move between meshes.
