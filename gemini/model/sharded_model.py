@@ -393,6 +393,9 @@ class ShardedModel(FsdpMethods):
             # refusal of ours has changed nothing, and checkpointing ends a recomputation with an exception of its own.
             if not (isinstance(error, GeminiError) or self.chunk_manager.step.is_recomputing()):
                 self.chunk_manager.communicator.publish(error)
+            cause = self.chunk_manager.communicator.cause_of(error)
+            if cause is not None:
+                raise cause from error
             if not self._casts_inputs:
                 note_dtypes(error, (managed.dtype for managed in self.chunk_manager.parameters), (args, kwargs))
             raise

@@ -216,7 +216,8 @@ def _with_parts(name: str, parameter: Any, mesh: RankMesh) -> RankMesh:
     """`mesh`, whose parts are the ranks of this parameter's mesh."""
     ranks = tuple(parameter.device_mesh.mesh.flatten().tolist())
     if mesh.parts in ((), ranks):
-        return replace(mesh, parts=ranks)
+        groups = (*mesh.exchanges, *parameter.device_mesh.get_all_groups())
+        return replace(mesh, parts=ranks, exchanges=tuple(dict.fromkeys(groups)))
     raise UnsupportedError(
         f"parameter {name!r} is a DTensor over ranks {list(ranks)}, and others are over ranks {list(mesh.parts)}: one "
         "dimension of a mesh may divide a model's tensors"

@@ -317,7 +317,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises what backward raises; the other ranks then raise RemoteRankError.
         """
         with self._manager.step.publishing():
-            self.scale(loss).backward(retain_graph=retain_graph)
+            try:
+                self.scale(loss).backward(retain_graph=retain_graph)
+            except RuntimeError as error:
+                cause = self._manager.communicator.cause_of(error)
+                if cause is None:
+                    raise
+                raise cause from error
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, in fp32, for loops that call `backward()` themselves. Local.

@@ -30,6 +30,7 @@ class RankMesh:
         parts: global ranks, with this one, that have the same data and other parts of the model's tensors (tensor
             parallelism). None of them is in `rows` but this one. Empty: there are no parts.
         stages: likewise, with those that have other layers (pipeline parallelism). Empty: those of `parts`.
+        exchanges: groups in which the model itself, and not gemini, has collectives with the ranks of `parts`.
         secondary: so many consecutive ranks of a row hold a second copy of the weights. None: there is none.
     """
 
@@ -37,6 +38,7 @@ class RankMesh:
     rows: Rows
     parts: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
+    exchanges: tuple[dist.ProcessGroup, ...] = ()
     secondary: int | None = None
 
     @staticmethod
@@ -146,7 +148,10 @@ def _by_name(device_mesh: Any, names: tuple[str, ...]) -> RankMesh:
         found: list[int] = device_mesh.mesh[place].flatten().tolist()
         return tuple(found) if len(found) > 1 else ()
 
-    return replace(data, parts=along(TENSOR), stages=along(STAGE, TENSOR) if STAGE in names else ())
+    exchanges = (device_mesh.get_group(TENSOR),) if TENSOR in names else ()
+    return replace(
+        data, parts=along(TENSOR), stages=along(STAGE, TENSOR) if STAGE in names else (), exchanges=exchanges
+    )
 
 
 def _names_in_words() -> str:
