@@ -491,7 +491,12 @@ class ChunkStates:
         return None if state is None else state.scalars[managed.position]
 
     def region_of(self, chunk: Chunk, name: str) -> Region:
-        """A flat state of a chunk, as it is stored. Zeros if only other ranks have created it so far."""
+        """A flat state of a chunk, as it is stored. Zeros if only other ranks have created it so far.
+
+        Raises GeminiError for the averages inside `optimizer.ema.weights()`.
+        """
+        if name == AVERAGE and self.averages is not None:
+            self.averages.refuse_exchanged(f"the state {name!r}")
         state = self.by_chunk[chunk.index]
         # A rank without the state takes part in its gather all the same, with a tensor of the size that the others
         # have.
@@ -624,7 +629,10 @@ class ChunkStates:
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError, or what a torch optimizer raises, for bad hyperparameters: by an update of no elements."""
         nothing = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
-        self._update.update([nothing], [group], GradientFactors())
+        try:
+            self._update.update([nothing], [group], GradientFactors())
+        except KeyError as error:
+            raise ValueError(f"a param group with {settings_in_words(group)} has no {error}") from error
 
     def group(self, managed: ManagedParameter) -> int | None:
         """The number of a parameter's param group. None: it is in no group."""

@@ -1,5 +1,6 @@
 """`ShardedOptimizer(..., ema=)`: the bits of torch's `AveragedModel` over the masters, at any placement."""
 
+import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from typer.testing import CliRunner
 
 import gemini
-from gemini import ConfigError, Ema, GeminiError, ShardedModel, ShardedOptimizer, state_hash
+from gemini import ConfigError, Ema, GeminiError, ShardedModel, ShardedOptimizer, UnsupportedError, state_hash
 from gemini.cli.app import app
 from gemini.engine.config import load_config
 from gemini.placement.demand import Kind, Tier
@@ -358,7 +359,25 @@ def test_what_would_mix_averages_and_weights_is_refused_inside_the_block(rank: i
         1 / 0  # noqa: B018
     optimizer.zero_grad()
     assert state_hash(model, optimizer) == before
-    model.close()
+    weight = next(model.parameters())
+    with optimizer.ema.weights():
+        for read in (
+            lambda: optimizer.state[weight]["ema"],
+            lambda: gemini.safe_get_full_optimizer_state(weight, "ema"),
+        ):
+            with pytest.raises(GeminiError, match=r"the state 'ema' inside optimizer\.ema\.weights\(\)"):
+                read()
+    with pytest.raises(UnsupportedError, match=r"optimizer\.ema cannot be pickled or copied"):
+        copy.deepcopy(optimizer.ema)
+    optimizer.close()
+    with pytest.raises(GeminiError, match="of an optimizer that was closed"):
+        optimizer.ema.weights().__enter__()
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2), ema=0.5)
+    assert optimizer.ema is not None
+    with optimizer.ema.weights():
+        model.close()
+    with pytest.raises(GeminiError, match="the model is closed"):
+        optimizer.ema.weights().__enter__()
 
 
 def test_an_average_takes_as_many_bytes_as_the_masters_and_the_plan_counts_them() -> None:

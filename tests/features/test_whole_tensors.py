@@ -305,6 +305,36 @@ def test_states_read_and_written_by_parameter_count() -> None:
     model.close()
 
 
+@on_ranks(1, 2)
+def test_what_an_optimizer_of_whole_tensors_cannot_step_is_refused_each_time_and_changes_nothing(
+    rank: int, world_size: int
+) -> None:
+    model, plain = wrapped("cpu"), Plain("muon", world_size)
+    optimizer = made_for(model, "muon")
+    muon, adam = optimizer.param_groups
+    bias = adam["params"].pop()
+    muon["params"].append(bias)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"Muon cannot update 'last.bias' of shape \(8,\): Param gradient must be a"
+        ):
+            train_step(model, optimizer, rank, 0)
+    adam["params"].append(muon["params"].pop())
+    for name, bad, words in (("lr", "0.1", "lr='0.1'"), ("ns_steps", None, "it has no 'ns_steps'")):
+        had = muon.pop(name)
+        if bad is not None:
+            muon[name] = bad
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"Muon cannot step with .*{words}"):
+                train_step(model, optimizer, rank, 0)
+        muon[name] = had
+    optimizer.zero_grad()
+    train_step(model, optimizer, rank, 0)
+    plain.step(0)
+    assert_same(weights_of(model), weights_of(plain.model))
+    model.close()
+
+
 def test_states_of_another_shape_are_in_the_state_of_the_optimizer_alone() -> None:
     model = wrapped("cuda")
     optimizer = made_for(model, "adafactor")
