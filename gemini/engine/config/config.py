@@ -356,6 +356,8 @@ class Config(_ConfigPart):
     """Consecutive ranks that share one copy of what is divided; other groups hold replicas. None: all ranks."""
     secondary_group_size: Annotated[int | None, Setting] = None
     """Consecutive ranks, as of a node, that keep a second copy of the weights for the backward at stage 3."""
+    optimizer_shard: Annotated[str, Setting] = "group"
+    """"all": with groups at stage 3, masters and optimizer state are divided over all ranks. "group": within each."""
     max_prefetch: Annotated[int | None, Setting] = None
     """Payloads that may be on their way at once before they are asked for. None: 1, or 0 where copies take turns."""
     deferred_update: Annotated[bool | None, Setting] = None
