@@ -87,6 +87,7 @@ class Options(TypedDict, total=False):
     max_live_parameters: int | None
     shard_group_size: int | None
     secondary_group_size: int | None
+    optimizer_shard: str
     ignored_parameters: Collection[str]
     max_prefetch: int | None
     deferred_update: bool | None
@@ -136,6 +137,7 @@ class SettingFields:
     max_live_parameters: int | None = None
     shard_group_size: int | None = None
     secondary_group_size: int | None = None
+    optimizer_shard: str = "group"
     ignored_parameters: Collection[str] = ()
     max_prefetch: int | None = None
     deferred_update: bool | None = None
@@ -196,6 +198,12 @@ class Settings(SettingFields):
             micro-batches, is from these ranks alone. Weights that do not change are gathered from all ranks once. A
             rank holds 1/size of the weights more. At other stages, and for weights that persist or are written to in
             forwards (`max_norm`), it has no effect. Results do not change. None: there is no second copy.
+        optimizer_shard: "all": masters and optimizer state are divided over all ranks of all groups; "group": within
+            each. With "all", at stage 3 with `shard_group_size` (or a `device_mesh` of two dimensions), a group holds
+            weights and gradients once. A step then has one exchange of gradients between groups, however many backwards
+            it has, and one gather of its new weights. A rank holds its part of the weights once more, beside those of
+            its group. Other stages, `update_in_backward`, `secondary_group_size`, `reuse_fp16_shard`, quantised
+            exchanges and a `ZeroInitContext` cannot go with it. Without groups it has no effect.
         ignored_parameters: names of parameters (shell patterns, as "head.*") that are left alone: in no chunk, on the
             device and in the dtype in which they are, with each rank's own values and gradients, neither reduced nor
             clipped. An optimizer of their own trains them.
@@ -336,10 +344,13 @@ class Settings(SettingFields):
                 f"shard_group_size={size} does not divide {world_size} ranks into groups: give a divisor of "
                 f"{world_size}, or start a multiple of {size} ranks"
             )
+        # Groups of one rank divide no weights and no gradients: with optimizer states over all ranks that is stage 1.
+        if size == 1 and world_size > 1 and self.optimizer_shard == "all":
+            return replace(self, stage=1, shard_group_size=None, optimizer_shard="group")
         # Groups of one rank shard nothing: that is what stage 0 does, with all ranks as replicas.
         if size == 1 and world_size > 1:
             return replace(self, stage=0, shard_group_size=None)
-        return replace(self, shard_group_size=None) if size == world_size else self
+        return replace(self, shard_group_size=None, optimizer_shard="group") if size == world_size else self
 
     def _with_secondary(self, world_size: int) -> Settings:
         size, num_shards = self.secondary_group_size, self.num_shards(world_size)
@@ -354,8 +365,13 @@ class Settings(SettingFields):
         return replace(self, secondary_group_size=None) if size == num_shards or self.stage < 3 else self
 
     def num_shards(self, world_size: int) -> int:
-        """Ranks of one group, of `world_size` in all. Local; raises nothing after `over`."""
-        return self.shard_group_size or world_size
+        """Ranks that share everything, of `world_size` in all. Local; raises nothing after `over`."""
+        return world_size if self.optimizer_shard == "all" else self.shard_group_size or world_size
+
+    @property
+    def num_in_group(self) -> int | None:
+        """Ranks that share weights and gradients while all ranks share optimizer states. None: they share all alike."""
+        return self.shard_group_size if self.optimizer_shard == "all" else None
 
     def gathers(self, world_size: int) -> bool:
         """Parameters are gathered from other ranks. Local; raises nothing."""
@@ -476,6 +492,7 @@ class Settings(SettingFields):
                 f"update_in_backward=True uses the gradients of each backward at once, and "
                 f"gradient_accumulation_steps={steps} adds up several: leave one of the two out"
             )
+        self._check_optimizer_shard()
         for name in QUANTIZED:
             bits = getattr(self, name)
             if bits is not None and (not _is_int(bits) or bits not in _WIRES):
@@ -506,6 +523,28 @@ class Settings(SettingFields):
             value, or_none = getattr(self, name), name == "deferred_update"
             if not isinstance(value, bool) and not (or_none and value is None):
                 raise TypeError(f"{name} must be True or False{', or None' * or_none}, found {value!r}")
+
+    def _check_optimizer_shard(self) -> None:
+        if self.optimizer_shard not in ("group", "all"):
+            raise ValueError(f"optimizer_shard must be 'group' or 'all', found {self.optimizer_shard!r}")
+        if self.optimizer_shard == "group":
+            return
+        if self.stage != 3:
+            raise ValueError(
+                f"optimizer_shard='all' divides optimizer states over all ranks beside weights in groups, found "
+                f"stage={self.stage}: give stage=3, or leave shard_group_size= out, where stages 1 and 2 do that"
+            )
+        others = {
+            "update_in_backward": self.update_in_backward,
+            "secondary_group_size": self.secondary_group_size is not None,
+            "reuse_fp16_shard": self.reuse_fp16_shard,
+            **{name: getattr(self, name) is not None for name in QUANTIZED},
+        }
+        for name, is_given in others.items():
+            if is_given:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} cannot go with optimizer_shard='all': leave one of the two out"
+                )
 
     def _check_dtypes(self) -> None:
         if isinstance(self.dtype, Mapping):

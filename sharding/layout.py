@@ -129,6 +129,10 @@ class ShardLayout:
         """The layout of the same payload over so many of the ranks, a divisor of their number."""
         return ShardLayout(self.units, num_ranks)
 
+    def within_group(self, num_ranks: int | None) -> ShardLayout:
+        """`within` so many ranks. None: the layout itself."""
+        return self if num_ranks is None else self.within(num_ranks)
+
     def tile(self, numel: int) -> ShardLayout:
         """The layout of `numel` elements of every rank's shard, that travel alone, one rank after the other."""
         return ShardLayout((Unit(0, numel * self.world_size),), self.world_size, self.num_replicas, self.wire)

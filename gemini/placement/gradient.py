@@ -177,11 +177,13 @@ class Gradient:
         is_alone: bool,
         is_chosen: bool,
         has_replicas: bool = False,
+        in_groups: bool = False,
     ) -> None:
         """trained: by position of the chunk's parameters. is_alone: one rank, whose gradient is the mean already.
 
         is_chosen: routing chooses which of its parameters are used, on each rank from its data.
         has_replicas: other groups of ranks hold the same shards, and their means may be exchanged later.
+        in_groups: other groups have it, too, and each rank uses a part of what its group shares.
         """
         count = len(trained)
         self.index: Final = index
@@ -189,7 +191,8 @@ class Gradient:
         self.is_alone: Final = is_alone
         self.is_chosen: Final = is_chosen
         self.sums: Final = sums
-        self.has_replicas: Final = has_replicas
+        self.has_replicas: Final = has_replicas or in_groups
+        self.in_groups: Final = in_groups
 
         # the local gradient: written by `become`, and by `note_fired` where a parameter's gradient comes
         self.state = GradState.CLOSED

@@ -432,7 +432,9 @@ class ReductionOrder:
 # when gradients are used: by a step, a norm, a read, a write, a checkpoint. A sum may have means of all ranks in it
 # already, as a user has read it or written to it: these are equal in all groups, and the mean over groups leaves them.
 # So any mixture is right. A step's first backward exchanges its means at once, beside its own work, unless the user has
-# said that others follow (`gradient_accumulation_steps`): in most trainings it is the only one. What decides is the
+# said that others follow (`gradient_accumulation_steps`): in most trainings it is the only one. Where all ranks share
+# optimizer states (`optimizer_shard="all"`) each has room for its own part of a mean of all, so every backward leaves
+# the exchange, in which each rank then gets the mean of its part alone. What decides is the
 # number of the backward, and what the user has said, so the bits follow from these, and from no budget and no place.
 
 
@@ -506,8 +508,9 @@ class GradientBooks:
         The first backward of a step exchanges its gradients beside its own work, if it may be the only one. See
         [Note: One exchange with replicas].
         """
-        is_early = self._has_several or self.leaves_replicas or backward > 1
-        return is_early and self.of[chunk].has_replicas and not self.uses_up
+        gradient = self.of[chunk]
+        is_early = self._has_several or self.leaves_replicas or backward > 1 or gradient.in_groups
+        return is_early and gradient.has_replicas and not self.uses_up
 
     def note_mean_of_group(self, chunk: int) -> None:
         """The chunk's mean over this group is about to be added. Every rank calls it at the same point."""

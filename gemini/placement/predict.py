@@ -414,6 +414,8 @@ _NAMES = {
     Exchange.NEARBY: "shards of weights inside the groups of a second copy",
     Exchange.REDUCE: "gradients",
     Exchange.REPLICAS: "sums of gradients over replicas",
+    Exchange.MEAN_ACROSS: "sums of gradients across groups",
+    Exchange.GATHER_ACROSS: "updated weights across groups",
     Exchange.WHOLE_GRADIENT: "reduced gradients",
     Exchange.WHOLE_WEIGHT: "updated weights",
 }

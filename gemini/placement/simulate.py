@@ -29,14 +29,17 @@ class Exchange(StrEnum):
     """The collectives on model data.
 
     GATHER: shards of parameters become a payload. NEARBY: those of a second copy in a node do. REDUCE: gradients become
-    shards of their mean. REPLICAS: groups that hold the same shards add their sums up. WHOLE_GRADIENT and WHOLE_WEIGHT:
-    every rank computed a part, and all ranks gather the whole.
+    shards of their mean. REPLICAS: groups that hold the same shards add their sums up. MEAN_ACROSS: where all ranks
+    share optimizer states, each gets its part of the mean over groups. GATHER_ACROSS: a group's part of the weights
+    comes together. WHOLE_GRADIENT and WHOLE_WEIGHT: every rank computed a part, and all ranks gather the whole.
     """
 
     GATHER = "gather"
     NEARBY = "gather in the node"
     REDUCE = "reduce"
     REPLICAS = "reduce over replicas"
+    MEAN_ACROSS = "reduce across groups"
+    GATHER_ACROSS = "gather across groups"
     WHOLE_GRADIENT = "gather of reduced gradients"
     WHOLE_WEIGHT = "gather of updated weights"
 
@@ -109,6 +112,10 @@ class PayloadTraffic:
         # Every rank holds the chunk whole, and copies what it has updated.
         if only_own:
             layout, purpose = facts.layout, MoveReason.UPDATE
+        elif facts.in_groups and secondary is not None:
+            count = sum(unit.numel > 0 for unit in secondary.units)
+            self._traffic.exchange(Exchange.GATHER_ACROSS, secondary.shard_numel * itemsize, count)
+            self._traffic.exchange(Exchange.NEARBY, facts.payload_bytes)
         elif layout.world_size > 1:
             traveling = facts.fetch_layout.traveling_bytes(facts.layout.numel, facts.itemsize)
             self._traffic.exchange(Exchange.GATHER, traveling)

@@ -15,7 +15,7 @@ from gemini.placement.decisions import Decisions
 from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier, update_tier
 from gemini.placement.gradient import Gradient, GradState, ReducedState, SumRule
 from gemini.placement.gradient_rules import MAX_WAITING, GradientBooks, GradientRules, PlaceRules
-from gemini.placement.needs import num_replica_tiles, num_tiles
+from gemini.placement.needs import num_replica_tiles, num_tiles, num_tiles_across
 from gemini.placement.packing import ChunkFacts
 from gemini.placement.payload_rules import PayloadRules
 from gemini.placement.simulate import Exchange, MoveReason, Traffic
@@ -104,8 +104,11 @@ class SimulatedPlaces(PlaceRules):
 
     def num_bytes(self, chunk: int) -> int:
         """Bytes of the part of the reduced gradient that this rank updates with."""
-        is_wide = self._gradients[chunk].reduced_state is ReducedState.WIDE
-        return self._bytes_in(chunk, FLOAT32 if is_wide else self._facts[chunk].dtypes.rest)
+        gradient, facts = self._gradients[chunk], self._facts[chunk]
+        dtype = FLOAT32 if gradient.reduced_state is ReducedState.WIDE else facts.dtypes.rest
+        if gradient.in_groups and not gradient.awaits_replicas:
+            return facts.optim_layout.shard_numel * dtype.itemsize
+        return self._bytes_in(chunk, dtype)
 
     def reclaim(self, chunk: int) -> None:
         """Move the gradient out of the parameter home if it is there: the parameters are needed before the step."""
@@ -165,7 +168,7 @@ class SimulatedPlaces(PlaceRules):
         return self._tiers[chunk][Kind.PARAM] if home is None else home
 
     def _bytes_in(self, chunk: int, dtype: Dtype) -> int:
-        return self._facts[chunk].optim_layout.shard_numel * dtype.itemsize
+        return self._facts[chunk].rest_numel * dtype.itemsize
 
     def _allocate(self, tier: Tier, num_bytes: int) -> Tier:
         """Allocate bytes for good on this tier, or on the host if the device is full. Returns the tier.
@@ -299,10 +302,14 @@ class Gradients(GradientRules):
             is_wide = self.of[chunk].reduced_state is ReducedState.WIDE
             rests = FLOAT32 if is_wide else facts.dtypes.rest
             self._traffic.copy(tier, Tier.DEVICE, self.places.num_bytes(chunk), MoveReason.GRADIENT)
-            tiles = num_replica_tiles(facts.layout, rests, self._scratch_bytes)
-            self._traffic.exchange_with_replicas(facts.layout, rests, tiles)
-            self._traffic.copy(Tier.DEVICE, tier, self.places.num_bytes(chunk), MoveReason.GRADIENT)
+            if facts.in_groups:
+                tiles = num_tiles_across(facts, rests, self._scratch_bytes)
+                self._traffic.exchange(Exchange.MEAN_ACROSS, facts.rest_numel * rests.itemsize, tiles)
+            else:
+                tiles = num_replica_tiles(facts.layout, rests, self._scratch_bytes)
+                self._traffic.exchange_with_replicas(facts.layout, rests, tiles)
             self.of[chunk].note_mean_of_all()
+            self._traffic.copy(Tier.DEVICE, tier, self.places.num_bytes(chunk), MoveReason.GRADIENT)
 
     def end_step(self) -> None:
         """Drop all gradients after a step used them."""
@@ -378,10 +385,10 @@ class Gradients(GradientRules):
 
     def _bytes_of_mean(self, chunk: int) -> int:
         """Bytes of what was reduced on the device."""
-        layout, dtypes = self._facts[chunk].layout, self._facts[chunk].dtypes
-        arriving = dtypes.arriving(self._books.is_alone)
+        its = self._facts[chunk]
+        arriving = its.dtypes.arriving(self._books.is_alone)
         # At stage 0 every rank keeps the whole mean, at all other stages its own part.
-        return (layout.numel if self._stage == 0 else layout.shard_numel) * arriving.itemsize
+        return (its.layout.numel if self._stage == 0 else its.grad_layout.shard_numel) * arriving.itemsize
 
 
 def _books_of(plan: Decisions) -> dict[int, SimulatedGradient]:
@@ -407,6 +414,7 @@ def _books_of(plan: Decisions) -> dict[int, SimulatedGradient]:
             is_alone=is_alone,
             is_chosen=facts.is_chosen,
             has_replicas=facts.may_await_replicas,
+            in_groups=facts.in_groups,
         )
         # Gradients are written to a home only if it is on the device, has the dtype of the weight, and has room for a
         # whole payload.

@@ -48,11 +48,11 @@ KINDS = (
     *("new param group", "discard_state()", "the optimizer's settings", "dropped models", "change of optimizer states"),
     *("choice of optimizer", "loaded optimizer state"),
     *("tensors to their owners", "names of the owners' states", "tensors from their owners"),
-    "mean over replicas",  # of a chunk
+    *("mean over replicas", "mean across groups", "gather across groups"),  # of a chunk
 )
 """Kinds with a number of their own. All others share the next one: ranks compare what they say of it otherwise."""
 KIND_SHIFT = 24
-_OF_CHUNKS = (*KINDS[:2], KINDS[-1])
+_OF_CHUNKS = (*KINDS[:2], *KINDS[-3:])
 
 
 def in_words(what: str, chunk: int) -> str:
@@ -321,7 +321,7 @@ class Communicator:
     def _use(self, links: Links) -> None:
         self._links, self.collectives, self._shards = links, links.all, links.shards
         # A layout says by its number of ranks who gathers: what was built on all ranks may become shards of a mesh.
-        self._among = {self._shards.world_size: self._shards, self.collectives.world_size: self.collectives}
+        self._among = {self.collectives.world_size: self.collectives, self._shards.world_size: self._shards}
         if links.nearby is not None:
             self._among[links.nearby.world_size] = links.nearby
 
@@ -361,14 +361,19 @@ class Communicator:
     def bytes_by_group(self) -> dict[str, int]:
         """The same by the group in which they travelled: "all" ranks, those of its "shards", its "replicas".
 
-        "nearby": those that hold a second copy of the weights.
+        "nearby": those that hold a second copy of the weights. "across": where all ranks share optimizer states, those
+        with the same place in other groups.
         """
         found, shards = {"all": self.collectives.bytes_sent}, self._shards
         if self._links.nearby is not None:
             found["nearby"] = self._links.nearby.bytes_sent
-        if shards is self.collectives or shards.replicas is None:
-            return found
-        return {**found, "shards": shards.bytes_sent, "replicas": shards.replicas.bytes_sent}
+        if self._links.across is not None:
+            found["across"] = self._links.across.bytes_sent
+        if shards is not self.collectives:
+            found["shards"] = shards.bytes_sent
+        if shards.replicas is not None:
+            found["replicas"] = shards.replicas.bytes_sent
+        return found
 
     @property
     def users_group(self) -> dist.ProcessGroup | None:
@@ -521,6 +526,31 @@ class Communicator:
             if tag is not None:
                 self.collectives.check(tag)
             launched = replicas.start_ordered_sum(own, out, replicas.world_size, scratch)
+        return self._finishing(launched)
+
+    def gather_across(self, payload: Tensor, layout: ShardLayout, chunk: int) -> None:
+        """Fill `payload` from the ranks with this one's place in all groups, whose parts lie in it. Collective.
+
+        Raises as `start_all_gather`.
+        """
+        across, tag = self._links.across, self._next("gather across groups", chunk)
+        assert across is not None
+        with self._agreeing():
+            across.all_gather(payload, None, layout, tag)
+
+    def start_mean_across(
+        self,
+        payload: Tensor,
+        layout: ShardLayout,
+        out: Tensor,
+        chunk: int,
+        scratch: Callable[[int, torch.dtype], Tensor],
+    ) -> Callable[[], None]:
+        """As `start_reduce_scatter`, over the ranks with this one's place in all groups. Collective."""
+        across, tag = self._links.across, self._next("mean across groups", chunk)
+        assert across is not None
+        with self._agreeing():
+            launched = across.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)
         return self._finishing(launched)
 
     def spread_over_replicas_(self, tensor: Tensor, what: str) -> None:

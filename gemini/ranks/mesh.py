@@ -32,6 +32,8 @@ class RankMesh:
         stages: likewise, with those that have other layers (pipeline parallelism). Empty: those of `parts`.
         exchanges: groups in which the model itself, and not gemini, has collectives with the ranks of `parts`.
         secondary: so many consecutive ranks of a row hold a second copy of the weights. None: there is none.
+        groups: the parts of the only row that share weights and gradients, where all ranks share optimizer states. The
+            row is in the order of places in the groups, so that a group's part of a chunk is that of consecutive ranks.
     """
 
     group: dist.ProcessGroup | None
@@ -40,6 +42,7 @@ class RankMesh:
     stages: tuple[int, ...] = ()
     exchanges: tuple[dist.ProcessGroup, ...] = ()
     secondary: int | None = None
+    groups: Rows = ()
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> RankMesh:
@@ -67,6 +70,10 @@ class RankMesh:
         plain = replace(self, rows=RankMesh.of(self.group).rows, secondary=settings.secondary_group_size)
         if settings.shard_group_size is None:
             return plain, settings
+        if settings.num_in_group is not None:
+            groups = self.rows if len(self.rows) > 1 else _cut(plain.rows, size)
+            order = tuple(rank for column in zip(*groups, strict=True) for rank in column)
+            return replace(plain, rows=(order,), groups=groups, secondary=None), settings
         if len(self.rows) > 1:
             return replace(self, secondary=settings.secondary_group_size), settings
         return replace(plain, rows=_cut(plain.rows, size)), settings
@@ -74,7 +81,14 @@ class RankMesh:
     @property
     def nearby(self) -> Rows:
         """The groups of ranks that hold a second copy of the weights: parts of the rows. None, if there is none."""
+        if self.groups:
+            return self.groups
         return () if self.secondary is None else _cut(self.rows, self.secondary)
+
+    @property
+    def across(self) -> Rows:
+        """The ranks with one place in all groups, for each place. None, if optimizer states are over no more ranks."""
+        return tuple(zip(*self.groups, strict=True))
 
 
 def _cut(rows: Rows, size: int) -> Rows:

@@ -28,7 +28,7 @@ from gemini.runtime.gradient import ChunkGradient, grad_of, set_grads
 from gemini.runtime.grads import GradStore
 from gemini.runtime.params import ParamStore
 from gemini.runtime.recovery import Failures
-from gemini.runtime.tiles import fill_from, join_replicas, keep_unsynced, reduce_in_tiles, reduce_unsynced
+from gemini.runtime.tiles import fill_from, join_replicas, keep_unsynced, mean_across, reduce_in_tiles, reduce_unsynced
 from sharding import ShardLayout
 
 # -- Agrees on which gradients are complete on every rank, while a backward is recorded.
@@ -356,7 +356,9 @@ class Reductions(GradientRules):
             return
         with untracked():
             for chunk in self._books.take_awaiting():
-                join_replicas(self._gradients[chunk], self._places, self._scratch, self._communicator)
+                gradient = self._gradients[chunk]
+                exchange = mean_across if gradient.in_groups else join_replicas
+                exchange(gradient, self._places, self._scratch, self._communicator)
 
     # -- what ranks tell each other
 
@@ -450,7 +452,9 @@ class Reductions(GradientRules):
             # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as one.
             if gradient.is_open:
                 keep_unsynced(gradient, self._backward, places)
-            reduce_unsynced(gradient, self._backward, places, self._scratch, communicator)
+            # A sum of several backwards goes to replicas at once: nothing else may come before the step.
+            layout = self._layout_of(gradient) if gradient.in_groups else gradient.chunk.grad_layout
+            reduce_unsynced(gradient, layout, self._backward, places, self._scratch, communicator)
         else:
             places.open(gradient.index, self._backward)
             places.complete(gradient)
@@ -467,13 +471,14 @@ class Reductions(GradientRules):
         with self._places.moving(gradient, self._communicator.position.here, blocks=1):
             self._places.before_reduction(chunk.index)
             self._places.begin_reduction(gradient)
+            layout = self._layout_of(gradient)
             # Where gradients are written to the home, the mean of a tile replaces elements that were sent before.
             is_first = self._places.begin(gradient.index, backward)
             reduce_in_tiles(
                 chunk,
                 gradient.reduced(),
                 fill_from(whole.flat, chunk),
-                self._layout_of(gradient),
+                layout,
                 travel=chunk.travel_dtype,
                 rest=chunk.gradient_dtype,
                 replaces=is_first,
@@ -524,7 +529,7 @@ class Reductions(GradientRules):
             begin = chunk.layout.slices(chunk.rank)[0].payload_start
             out = whole[begin : begin + chunk.layout.shard_numel]
         else:
-            out = scratch.region(chunk.layout.shard_numel, chunk.gradient_dtype)
+            out = scratch.region(chunk.grad_layout.shard_numel, chunk.gradient_dtype)
         # `reduce_dtype=`: the gradient travels as a cast copy.
         if chunk.travel_dtype is not chunk.dtype:
             payload = scratch.allocate(chunk.numel, chunk.travel_dtype).copy_(payload)
@@ -545,6 +550,8 @@ class Reductions(GradientRules):
         layout = gradient.chunk.grad_layout
         if not self._books.defers(gradient.index, self._backward):
             return layout
+        if gradient.in_groups and gradient.is_reduced and not gradient.awaits_replicas:
+            self._places.begin_group_sum(gradient.index)
         self._books.note_mean_of_group(gradient.index)
         return layout.of_group
 

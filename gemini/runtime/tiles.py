@@ -11,10 +11,10 @@ from torch import Tensor
 from gemini.memory.transfer import Region, Scratch, Transfer, ready, wait_on_host, wait_on_stream
 from gemini.placement.demand import Tier
 from gemini.placement.gradient import UnsyncedState
-from gemini.placement.needs import largest_tile, replica_tile_numel
+from gemini.placement.needs import across_layout, largest_tile, replica_tile_numel
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.chunk import Chunk
-from gemini.runtime.grad_places import GradPlaces
+from gemini.runtime.grad_places import GradPlaces, part_in_group
 from gemini.runtime.gradient import ChunkGradient
 from gemini.settings import dtype_of
 from sharding import Piece, ShardLayout, pieces_within, sum_dtype
@@ -44,7 +44,7 @@ def reduce_in_tiles(
     after the other. layout: the chunk's, by which they travel. travel, rest: the dtypes of `rows`, and of the mean
     before it comes to `target`.
     """
-    world_size, shard_numel = chunk.layout.world_size, chunk.layout.shard_numel
+    world_size, shard_numel = layout.world_size, layout.shard_numel
     facts = dtype_of(travel), dtype_of(rest), chunk.is_stepped_whole, chunk.grad_layout
     tile_numel = largest_tile(*facts, scratch.num_bytes)
     for start in range(0, shard_numel, tile_numel):
@@ -66,7 +66,7 @@ def reduce_in_tiles(
         # Row r has the mean of rank r's shard, whose slices of several units lie apart in the payload.
         for rank in range(world_size):
             row = whole[rank * numel : (rank + 1) * numel]
-            for piece in pieces_within(chunk.layout.slices(rank), start, numel):
+            for piece in pieces_within(layout.slices(rank), start, numel):
                 places.put(target[piece.in_payload], row[in_tile(piece, start)], replaces)
 
 
@@ -97,14 +97,43 @@ def join_replicas(gradient: ChunkGradient, places: GradPlaces, scratch: Scratch,
     gradient.count_write()
 
 
+def mean_across(gradient: ChunkGradient, places: GradPlaces, scratch: Scratch, communicator: Communicator) -> None:
+    """Have this rank's part of the mean over groups in place of the sum of its group, tile by tile. Collective.
+
+    See [Note: One exchange with replicas] in placement/gradient_rules.py. A tile overwrites elements of this rank's sum
+    that have been sent: none lies behind its place among all parts of its group.
+    """
+    chunk, whole = gradient.chunk, gradient.sum_of_group()
+    target, dtype = whole[: chunk.optim_numel], dtype_of(whole.dtype)
+    parts = [part_in_group(chunk, group) for group in range(chunk.num_groups)]
+    layout = across_layout(chunk.rest_numel, chunk.num_groups)
+    most = largest_tile(dtype, dtype, False, layout, scratch.num_bytes)
+    for start in range(0, target.numel, most):
+        numel = min(most, target.numel - start)
+        tile = layout.tile(numel)
+        scratch.reset()
+        rows, out = scratch.region(tile.numel, whole.dtype), scratch.region(numel, whole.dtype)
+        for group, pieces in enumerate(parts):
+            row = rows[group * numel : (group + 1) * numel]
+            for piece in pieces_within(pieces, start, numel):
+                places.transfer.copy(row[in_tile(piece, start)], whole[piece.in_payload])
+        wait_on_stream(rows)
+        # The exchange is finished at once, because the next tile uses the same scratch.
+        communicator.start_mean_across(rows.flat, tile, out.flat, chunk.index, scratch.allocate)()
+        places.put(target[start : start + numel], out, replaces=True)
+    gradient.note_mean_of_all()
+    gradient.count_write()
+
+
 def fill_from(payload: Tensor, chunk: Chunk) -> Callable[[Region, int, int], None]:
     """The `fill` of `reduce_in_tiles` for a gradient that lies whole in `payload`, (numel,), on the device."""
-    world_size = chunk.layout.world_size
+    layout = chunk.grad_layout
+    world_size = layout.world_size
 
     def fill(rows: Region, start: int, numel: int) -> None:
         by_rank = rows.flat.view(world_size, numel)
         # Every rank's slice of a unit has one size and one place in its shard, so those of rank 0 stand for all.
-        for unit, own in zip(chunk.layout.units, chunk.layout.slices(0), strict=True):
+        for unit, own in zip(layout.units, layout.slices(0), strict=True):
             for piece in pieces_within((own,), start, numel):
                 first = piece.payload_start - unit.start
                 region = payload[unit.start : unit.start + unit.numel].view(world_size, -1)
@@ -149,9 +178,14 @@ def keep_unsynced(gradient: ChunkGradient, backward: int, places: GradPlaces) ->
 
 
 def reduce_unsynced(
-    gradient: ChunkGradient, backward: int, places: GradPlaces, scratch: Scratch, communicator: Communicator
+    gradient: ChunkGradient,
+    layout: ShardLayout,
+    backward: int,
+    places: GradPlaces,
+    scratch: Scratch,
+    communicator: Communicator,
 ) -> None:
-    """Reduce the chunk's sums over ranks and merge the mean, tile by tile. Collective."""
+    """Reduce the chunk's sums over ranks and merge the mean, tile by tile. Collective. layout: by which they travel."""
     chunk = gradient.chunk
     is_first = places.begin(gradient.index, backward, is_sum=True)
     total = gradient.reduced()
@@ -159,7 +193,7 @@ def reduce_unsynced(
         chunk,
         total,
         partial(_fill, gradient, places.transfer),
-        chunk.grad_layout,
+        layout,
         travel=chunk.sum_dtype,
         rest=total.dtype,
         replaces=is_first,
@@ -179,9 +213,9 @@ def _fill(gradient: ChunkGradient, transfer: Transfer, rows: Region, start: int,
     assert gradient.unsynced is not None
     chunk = gradient.chunk
     casts: list[Region] = []
-    for rank in range(chunk.layout.world_size):
+    for rank in range(chunk.grad_layout.world_size):
         row = rows[rank * numel : (rank + 1) * numel]
-        for piece in pieces_within(chunk.layout.slices(rank), start, numel):
+        for piece in pieces_within(chunk.grad_layout.slices(rank), start, numel):
             part = gradient.unsynced[piece.in_payload]
             if part.dtype is not rows.dtype:
                 part = Region(Tier.HOST, ready(part).to(rows.dtype))
