@@ -135,7 +135,8 @@ class FsdpMethods(PlainView):
         """
         if not recurse:
             raise ValueError("set_requires_all_reduce(recurse=False) is not possible: chunks span modules")
-        self.chunk_manager.grads.books.leave_replicas(not requires_all_reduce)
+        books = self.chunk_manager.grads.books
+        books.leave_replicas(not requires_all_reduce)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """A hint without effect: the order of the first forward is what later ones fetch ahead by. Local.

@@ -357,7 +357,10 @@ class ChunkOptimizerState:
         return _nothing(self.dtype, torch.device("cpu"))
 
     def store_updates(self, updates: Sequence[RunUpdate], params: ParamStore) -> None:
-        """Store the states and scalars that the updates of a step have made."""
+        """Store the states and scalars that the updates of a step have made.
+
+        Raises UnsupportedError for a state that another optimizer keeps in fewer bits.
+        """
         # A torch optimizer creates its states in its first update: allocate them in the chunk's state then. Ranks that
         # hold no elements of the parameter do so too, since all of them have one plan.
         for each in updates:

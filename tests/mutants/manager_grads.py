@@ -13,11 +13,11 @@ MUTANTS = [
     Mutant(
         "tiles of a second micro-batch replace the first one's sum",
         "Reductions._reduce_in_tiles",
-        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), self._layout_of(gradient), "
+        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), layout, "
         "travel=chunk.travel_dtype, "
         "rest=chunk.gradient_dtype, replaces=is_first, places=self._places, scratch=self._scratch, "
         "communicator=self._communicator)",
-        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), self._layout_of(gradient), "
+        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), layout, "
         "travel=chunk.travel_dtype, "
         "rest=chunk.gradient_dtype, replaces=True, places=self._places, scratch=self._scratch, "
         "communicator=self._communicator)",

@@ -538,7 +538,8 @@ class Trainer:
         words = [f"{name} {value:.4g}" for name, value in self.metrics.items() if not name.endswith("_bytes")]
         if loss is not None and "loss" not in self.metrics:
             words.insert(0, f"loss {float(loss.mean()):.4g}")
-        return "  ".join([*words, f"device {format_bytes(self.engine.chunk_manager.memory.device.ledger.total_bytes)}"])
+        memory = self.engine.chunk_manager.memory
+        return "  ".join([*words, f"device {format_bytes(memory.device.ledger.total_bytes)}"])
 
 
 def _in_order(hooks: Iterable[Any]) -> list[Hook]:
