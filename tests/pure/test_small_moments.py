@@ -1,6 +1,7 @@
 """Moments of 8 and 16 bits: what a byte means, and that every CPU kernel gives the bits of the reference."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,6 +123,45 @@ def in_fp32(piece: AdamPiece) -> AdamPiece:
     first = dequantized(piece.exp_avg, piece.exp_avg_scale, True)
     second = dequantized(piece.exp_avg_sq, piece.exp_avg_sq_scale, False)
     return piece._replace(exp_avg=first, exp_avg_sq=second, exp_avg_scale=None, exp_avg_sq_scale=None)
+
+
+@pytest.mark.skipif(not LEVELS, reason="gemini was installed without its CPU kernels")
+@pytest.mark.parametrize("scale", [1.0, -1.0, 0.37, -3e-39])
+def test_every_byte_means_the_number_of_the_map(scale: float, level: str) -> None:
+    byte = torch.arange(256).to(torch.uint8)
+    scales = torch.tensor([scale])
+    zeros = torch.zeros(256)
+    # A step from zero, whose length is a first moment, and one whose length is divided by the root of a second one.
+    for first, second in ((byte, torch.full_like(byte, 200)), (torch.full_like(byte, 77), byte)):
+        piece = AdamPiece(zeros, zeros, first, second, None, None, None, scales, scales.abs())
+        options: dict[str, Any] = {"betas": (0.5, 0.5), "step": 1, "weight_decay": 0.0, "eps": 1e-3}
+        expected = updated(reference.update, piece, **options)
+        assert scale == -3e-39 or expected.weight.unique().numel() > 120
+        assert differing(updated(partial(cpu_adam.update, level=level), piece, **options), expected) == []
+
+
+@pytest.mark.skipif(not LEVELS, reason="gemini was installed without its CPU kernels")
+def test_the_numbers_beside_every_middle_between_two_are_rounded_as_in_the_reference(level: str) -> None:
+    middles = []
+    for is_signed in (True, False):
+        entries = dynamic_map(is_signed).entries.sort().values.double()
+        between = (entries[1:] + entries[:-1]) / 2
+        middles.append(between if is_signed else between.sqrt())  # a second moment is the square of the gradient
+        middles.append(torch.tensor([*dynamic_map(is_signed).borders[1:]], dtype=torch.float64))
+    near = [torch.cat(middles).float()]
+    for direction in (torch.inf, -torch.inf):
+        for _ in range(6):
+            near.append(torch.nextafter(near[-1], torch.tensor(direction)))
+        near.append(near[0])
+    rows = torch.cat([*near, -torch.cat(near)])
+    # Each block's scale is its first element, 1.
+    rows = torch.nn.functional.pad(rows, (0, -rows.numel() % 255)).view(-1, 255)
+    grad = torch.cat([torch.ones(len(rows), 1), rows], dim=1).flatten()
+    piece = with_moments(make_piece(grad.numel()), torch.uint8)._replace(grad=grad)
+    for inv_scale in (1.0, 0.7, 2.0**-70):
+        options: dict[str, Any] = {"betas": (0.0, 0.0), "inv_scale": inv_scale}
+        expected = updated(reference.update, piece, **options)
+        assert differing(updated(partial(cpu_adam.update, level=level), piece, **options), expected) == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
