@@ -7,7 +7,7 @@ makes a `ShardedOptimizer` of what `configure_optimizers` returns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +55,7 @@ from gemini.integrations.shared import (
 from gemini.launch import launched_config
 from gemini.model.operators import cast_tensors
 from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.averages import AveragedWeights
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.settings import CASTABLE_DTYPES, Weights
 
@@ -238,6 +239,11 @@ class GeminiStrategy(DDPStrategy):
         refuse_made_elsewhere(self.config, "with Lightning configure_optimizers() makes it")
         self._sharded: ShardedModel | None = None
         self._fitted: ShardedOptimizer | None = None  # of the last fit
+
+    @property
+    def ema(self) -> AveragedWeights | None:
+        """The averages of the weights of the last fit, see `ShardedOptimizer.ema`; None without the field `ema`."""
+        return None if self._fitted is None or self._fitted.is_closed else self._fitted.ema
 
     # -- precision
 
@@ -525,6 +531,96 @@ class GeminiStrategy(DDPStrategy):
     @property
     def _models(self) -> list[ShardedModel]:
         return [] if self._sharded is None else [self._sharded]
+
+
+# -- `ShardedWeightAveraging`: evaluation with the averages of the weights, and their place in checkpoints.
+
+
+class ShardedWeightAveraging(pl.Callback):
+    """Evaluates with the averages of the weights, and saves them: `Trainer(callbacks=[ShardedWeightAveraging()])`.
+
+    The averages are those of the strategy: `GeminiStrategy(ema=0.999)`. Before the first averaging, and in `validate`,
+    `test` and `predict` with a `ckpt_path`, whose weights are asked for, the weights are evaluated.
+
+    Args:
+        evaluates: validation, also inside `fit`, test and prediction have the averages in the place of the weights.
+        saves: a checkpoint of one file has the averages as "ema_state_dict", in the names of "state_dict". One in parts
+            has them in any case: `gemini checkpoint export --ema` makes whole weights of it.
+
+    Local. `fit` raises UnsupportedError without averages, and with another strategy.
+
+    Example:
+        >>> trainer = pl.Trainer(strategy=GeminiStrategy(ema=0.999), callbacks=[ShardedWeightAveraging()], barebones=False)
+    """
+
+    def __init__(self, *, evaluates: bool = True, saves: bool = True) -> None:
+        self._evaluates = evaluates
+        self._saves = saves
+        self._inside: AbstractContextManager[None] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """Raises UnsupportedError where there are no averages. Local."""
+        if not isinstance(trainer.strategy, GeminiStrategy):
+            raise UnsupportedError("ShardedWeightAveraging is for Trainer(strategy=GeminiStrategy(ema=0.999))")
+        if trainer.strategy.ema is None:
+            raise UnsupportedError("ShardedWeightAveraging without averages: give GeminiStrategy(ema=0.999)")
+
+    def on_validation_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """The averages come into the place of the weights. Collective."""
+        self._enter(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """The weights come back, before a `ModelCheckpoint` saves. Collective."""
+        self._leave()
+
+    def on_test_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """See `on_validation_start`."""
+        self._enter(trainer)
+
+    def on_test_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """See `on_validation_end`."""
+        self._leave()
+
+    def on_predict_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """See `on_validation_start`."""
+        self._enter(trainer)
+
+    def on_predict_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """See `on_validation_end`."""
+        self._leave()
+
+    def on_exception(self, trainer: Any, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The weights come back, also after Ctrl-C. Collective."""
+        self._leave()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put whole averages into the checkpoint on rank 0, which writes it. Collective."""
+        ema = _ema_of(trainer)
+        if self._saves and ema is not None and checkpoint.get("optimizer_states"):
+            with ema.weights():
+                averages = trainer.strategy.lightning_module_state_dict()
+            if averages:
+                checkpoint["ema_state_dict"] = averages
+
+    def _enter(self, trainer: Any) -> None:
+        ema = _ema_of(trainer)
+        if not self._evaluates or ema is None:
+            return
+        if trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None:
+            return
+        self._inside = ema.weights()
+        self._inside.__enter__()
+
+    def _leave(self) -> None:
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.__exit__(None, None, None)
+
+
+def _ema_of(trainer: Any) -> AveragedWeights | None:
+    """The averages, if there are any by now."""
+    ema = trainer.strategy.ema if isinstance(trainer.strategy, GeminiStrategy) else None
+    return None if ema is None or ema.num_averaged == 0 else ema
 
 
 # Whoever has imported this module may write `Trainer(strategy="gemini")`, and a config of Lightning's command line too.

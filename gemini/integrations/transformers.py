@@ -372,6 +372,47 @@ def beside(settings: Settings) -> Settings:
     return replace(settings.with_policy(policy), **fields)
 
 
+# -- `EmaCallback`: a Trainer that evaluates with the averages of the weights, and saves them.
+
+
+_AVERAGES = "ema"  # the folder of averages in each checkpoint of the Trainer
+
+
+class EmaCallback(transformers.TrainerCallback):
+    """Has a Trainer of this module evaluate with the averages of the weights, and save them.
+
+    The averages are those of the config: `Trainer(config={"ema": 0.999})`. Before the first averaging the weights are
+    evaluated.
+
+    Args:
+        evaluates: `evaluate()` and `predict()` have the averages in the place of the weights, also inside a training.
+        saves: each checkpoint has a folder "ema" with the averages, which `from_pretrained` loads, beside the weights.
+
+    Local. Without averages, and in a Trainer that is not sharded, the training raises UnsupportedError as it begins.
+
+    Example:
+        >>> trainer = Trainer(model, args, train_dataset=data, config={"ema": 0.999}, callbacks=[EmaCallback()])
+    """
+
+    def __init__(self, *, evaluates: bool = True, saves: bool = True) -> None:
+        self.evaluates = evaluates
+        self.saves = saves
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedError where there are no averages. Local."""
+        optimizer = kwargs.get("optimizer")
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise UnsupportedError(
+                "EmaCallback is for a Trainer of gemini.integrations.transformers, and this one is not sharded: import "
+                "Trainer from there"
+            )
+        if optimizer.ema is None:
+            raise UnsupportedError(
+                'EmaCallback without averages: give Trainer(config={"ema": 0.999}), or a ShardedOptimizer(..., '
+                "ema=0.999) in optimizers="
+            )
+
+
 # -- Which Trainer is sharded: the names and the default of its arguments.
 
 
@@ -431,6 +472,8 @@ class ShardedTraining(_Trainer):
     """
 
     optimizer: Any
+    callback_handler: Any
+    state: Any
     lr_scheduler: Any
     model_wrapped: Any
     optimizer_cls_and_kwargs: Any
@@ -623,6 +666,31 @@ class ShardedTraining(_Trainer):
         """
         with GatheredParameters(self.sharded_model):
             yield self.model
+
+    # -- averages of the weights
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the Trainer does, with an `EmaCallback` by the averages. Collective. Raises what the model raises."""
+        with self._averaged("evaluates"):
+            return super().evaluation_loop(*args, **kwargs)
+
+    @contextmanager
+    def _averaged(self, what: str) -> Iterator[bool]:
+        """Inside, the model has the averages, if an `EmaCallback` says it and there are any, which it yields."""
+        ema = self.optimizer.ema if isinstance(self.optimizer, ShardedOptimizer) else None
+        its = (each for each in self.callback_handler.callbacks if isinstance(each, EmaCallback))
+        if ema is None or ema.num_averaged == 0 or self.optimizer.is_closed or not any(getattr(i, what) for i in its):
+            yield False
+            return
+        with ema.weights():
+            yield True
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        with self._averaged("saves") as are_any:
+            if are_any:
+                folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+                self._save(str(folder / _AVERAGES))
 
     # -- files
 

@@ -164,6 +164,7 @@ def test_the_names_of_lightnings_that_are_used_are_there() -> None:
     read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr[:1] == "_"}
     ours = {"_precision", "_source", "_sharded", "_optimizers", "_wrap", "_shard", "_in_forward", "_refuse_foreign_fit"}
     ours |= {"_models", "_fitted", "_saves_parts", "_writes_parts"}
+    ours |= {"_enter", "_leave", "_inside", "_evaluates", "_saves"}
     assert {name for name in read if not name.endswith("__")} - ours == private | {"_opt_called"}
 
     for name, its in vars(GeminiStrategy).items():
