@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,8 +30,9 @@ def inspect(directory: _Directory, tag: _Tag = None, as_json: _Json = False) -> 
 
     Example: gemini checkpoint inspect checkpoints
     """
-    from gemini.checkpoint.directory import Directory
-    from gemini.checkpoint.manifest import read_manifest
+    with _loading_torch():
+        from gemini.checkpoint.directory import Directory
+        from gemini.checkpoint.manifest import read_manifest
 
     with _said():
         where = Directory(directory)
@@ -51,8 +52,9 @@ def verify(directory: _Directory, tag: _Tag = None, as_json: _Json = False) -> N
 
     Example: gemini checkpoint verify checkpoints --tag step_100
     """
-    from gemini.checkpoint.directory import Directory
-    from gemini.checkpoint.manifest import rank_files, read_manifest, verify_files
+    with _loading_torch():
+        from gemini.checkpoint.directory import Directory
+        from gemini.checkpoint.manifest import rank_files, read_manifest, verify_files
 
     with _said():
         folder = Directory(directory).find(tag)
@@ -106,6 +108,9 @@ def export(
 
     Example: gemini checkpoint export checkpoints my-model --config base-model --dtype bf16
     """
+    with _loading_torch():
+        import gemini.checkpoint  # noqa: F401
+
     with _said():
         if to is not _Form.HUGGINGFACE:
             given = {"--dtype": dtype, "--max-file": max_file, "--config": config, "--ema": ema or None}
@@ -189,11 +194,21 @@ def import_(
     Weights alone are loaded with load_checkpoint(..., weights_only=True).
     Example: gemini checkpoint import base-model checkpoints
     """
-    from gemini.checkpoint.foreign import import_checkpoint
+    with _loading_torch():
+        from gemini.checkpoint.foreign import import_checkpoint
 
     with _said(), _bar("import", None, shows=not as_json) as told:
         folder = import_checkpoint(foreign, directory, tag=tag, told=told)
     _tell(as_json, {"path": str(folder)}, str(folder))
+
+
+def _loading_torch() -> AbstractContextManager[None]:
+    """Inside, modules are imported that need torch: so long is said why nothing else is seen yet."""
+    from rich.console import Console
+
+    from gemini.cli.progress import working
+
+    return working(Console(stderr=True), "loading torch")
 
 
 def _tell(as_json: bool, facts: dict[str, Any], words: str) -> None:
