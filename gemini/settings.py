@@ -466,14 +466,16 @@ class Settings(SettingFields):
     def _check_disk(self) -> None:
         if self.disk_path is not None and not isinstance(self.disk_path, (str, Path)):
             raise TypeError(f"disk_path must be a folder, found {self.disk_path!r}")
-        if self.disk_path is None and self.disk_memory is not None:
-            raise ValueError(f"disk_memory={self.disk_memory} needs disk_path=, a folder on a local disk")
         if self.disk_optim_frac is not None:
             object.__setattr__(self, "disk_optim_frac", check_fraction("disk_optim_frac", self.disk_optim_frac))
-        if self.disk_path is None and self.disk_optim_frac:
-            raise ValueError(f"disk_optim_frac={self.disk_optim_frac} needs disk_path=, a folder on a local disk")
-        if self.disk_path is None and isinstance(self.policy, DiskPolicy):
-            raise ValueError("tensor_placement_policy='disk' needs disk_path=, a folder on a local disk")
+        given = {
+            f"disk_memory={self.disk_memory}": self.disk_memory is not None,
+            f"disk_optim_frac={self.disk_optim_frac}": bool(self.disk_optim_frac),
+            "tensor_placement_policy='disk'": isinstance(self.policy, DiskPolicy),
+        }
+        for name, needs_disk in given.items():
+            if needs_disk and self.disk_path is None:
+                raise ValueError(f"{name} needs disk_path=, a folder on a local disk")
 
     def _check_ignored(self) -> None:
         names = self.ignored_parameters

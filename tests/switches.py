@@ -76,3 +76,8 @@ def turn(module: nn.Module, rank: int, step: int) -> None:
 
 def inputs(rank: int, step: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
+    turn(module, rank, step)
+    return module(inputs(rank, step))  # type: ignore[no-any-return]

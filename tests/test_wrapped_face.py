@@ -8,17 +8,10 @@ from torch import Tensor, nn
 
 from gemini import ShardedModel, state_hash
 from tests.zoo.mlp import LAYERS, WIDTH, Mlp, assert_same, build, inputs, sharded, train_step, weights_of, wrap
+from tests.zoo.plain_copies import Parts
 
 
 def test_names_and_state_dict_keys_are_the_plain_modules() -> None:
-    class Parts(Mlp):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(WIDTH)
-            self.register_buffer("hidden", torch.ones(2), persistent=False)
-            self.tied = nn.Linear(WIDTH, WIDTH)
-            self.tied.weight = self.layers[0].weight
-
     model, reference = wrap(make=Parts), build(Parts)
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
     assert [n for n, _ in model.named_parameters(remove_duplicate=False)] == [

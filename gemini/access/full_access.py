@@ -342,8 +342,7 @@ def _gradients(link: Link) -> GradientAccess:
 
 def _trained_gradients(link: Link) -> GradientAccess:
     """`_gradients` of a parameter that is trained: a step would use those of a frozen one in a trained chunk."""
-    # Memory follows a flag of the user's at the next forward only, so both flags are asked.
-    if not (link.managed.requires_grad and link.managed.parameter.requires_grad):
+    if not link.managed.is_trained:
         raise GeminiError(
             f"{link.managed.name!r} is frozen: nothing would use its gradient. Call requires_grad_() on it first"
         )

@@ -162,7 +162,7 @@ def assign(link: HasGradient, value: Tensor) -> None:
             link.trainability.apply_unfrozen()
         gradient = step.grads.find(managed.chunk)
         # A frozen parameter may share a chunk, and with it the memory for gradients, with a trained one.
-        if gradient is None or not (managed.requires_grad and managed.parameter.requires_grad):
+        if gradient is None or not managed.is_trained:
             raise UnsupportedError(
                 f"{managed.name!r} is frozen: nothing would use its gradient. Call requires_grad_() on it first"
             )

@@ -27,9 +27,8 @@ from gemini.checkpoint.manifest import (
     scale_key,
     state_key,
 )
-from gemini.checkpoint.tensor_files import Box, Order, Part, can_hold, whole
+from gemini.checkpoint.tensor_files import Box, Order, Part, check_dtype, whole
 from gemini.checkpoint.values import bytes_of, encode, name_of
-from gemini.errors import CheckpointError
 from gemini.memory.transfer import Region
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
@@ -198,9 +197,9 @@ class Contents:
         self.plain, self.own_buffers = self._plain()
         for entry in self.chunk_entries:
             for key, _ in entry.keys:
-                _check_dtype(key, entry.dtype)
+                check_dtype(key, entry.dtype)
         for key, value in self.plain:
-            _check_dtype(key, value.dtype)
+            check_dtype(key, value.dtype)
 
     # -- tensors
 
@@ -370,11 +369,6 @@ def _group(group: dict[str, Any], number: int) -> dict[str, Any]:
     settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     encoded: dict[str, Any] = encode(settings, f"param group {number}")
     return {**encoded, "params": [link.managed.name for link in links if link is not None]}
-
-
-def _check_dtype(key: str, dtype: torch.dtype) -> None:
-    if not can_hold(dtype):
-        raise CheckpointError(f"{key} is {dtype}, which safetensors files cannot hold")
 
 
 def _digest(value: Tensor) -> bytes:

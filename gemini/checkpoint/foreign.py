@@ -53,7 +53,7 @@ from gemini.checkpoint.tensor_files import (
     Part,
     StoredTensor,
     TensorFile,
-    can_hold,
+    check_dtype,
     tensors_in,
     whole,
 )
@@ -137,8 +137,7 @@ def import_checkpoint(
     """
     given = read_foreign(foreign)
     for key, each in given.tensors.items():
-        if not can_hold(each.dtype):
-            raise CheckpointError(f"{key} is {each.dtype}, which safetensors files cannot hold")
+        check_dtype(key, each.dtype)
     where = Directory(directory)
     draft = where.begin(check_tag(tag))
     folder = draft.path
@@ -350,6 +349,10 @@ def _deepspeed_folder(path: Path) -> Path | None:
     return path if any(path.glob("*_model_states.pt")) else None
 
 
+def _divided(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path}: the model is divided by tensor parallelism, which gemini does not have")
+
+
 def _by_rank(folder: Path, pattern: str) -> list[Path]:
     """The files of all data-parallel ranks, in their order."""
     found: dict[int, Path] = {}
@@ -358,7 +361,7 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
         if numbers is None:
             continue
         if int(numbers[2]):
-            raise CheckpointError(f"{path}: the model is divided by tensor parallelism, which gemini does not have")
+            raise _divided(path)
         found[int(numbers[1])] = path
     missing = sorted({*range(max(found, default=-1) + 1)} - {*found})
     if missing:
@@ -410,7 +413,7 @@ class _ZeroFolder:
         """Raises CheckpointError if it is of no ZeRO training, or divided by tensor parallelism."""
         paths = _by_rank(folder, "zero_pp_rank_*_model_states.pt") or sorted(folder.glob("mp_rank_*_model_states.pt"))
         if len(paths) > 1 and paths[0].name.startswith("mp_rank"):
-            raise CheckpointError(f"{folder}: the model is divided by tensor parallelism, which gemini does not have")
+            raise _divided(folder)
         self._folder = folder
         self._models = [_load(path) for path in paths]  # of each rank, or one
         self._model = model = self._models[0]

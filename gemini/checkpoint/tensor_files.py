@@ -164,9 +164,10 @@ class Part(NamedTuple):
         return self.box.numel * self.dtype.itemsize
 
 
-def can_hold(dtype: torch.dtype) -> bool:
-    """Whether a file can hold tensors of this dtype."""
-    return dtype in _NAMES
+def check_dtype(key: str, dtype: torch.dtype) -> None:
+    """Raises CheckpointError if a file cannot hold tensors of this dtype."""
+    if dtype not in _NAMES:
+        raise CheckpointError(f"{key} is {dtype}, which safetensors files cannot hold")
 
 
 # -- writing

@@ -105,13 +105,11 @@ def check_host_room_for_steps(plan: Plan, held_bytes: int | None = None) -> None
                 f", of which a second backward in a step takes {passing - known}: gradient_accumulation_steps=1 says "
                 "that there is none"
             )
-        raise BudgetError(
-            f"host: {held + passing} bytes of model data do not fit into the budget of {there} bytes: {held} at rest, "
-            f"and {passing} of gradients that find no gradient slot on the device in a step{more}. Allow more with "
-            "host_memory=, or more of the device with model_data_memory= or device_memory=",
-            tier="host",
-            needed_bytes=held + passing,
-            budget_bytes=there,
+        raise _no_room(
+            held + passing,
+            there,
+            f": {held} at rest, and {passing} of gradients that find no gradient slot on the device in a step{more}. "
+            "Allow more with host_memory=, or more of the device with model_data_memory= or device_memory=",
         )
 
 
@@ -131,14 +129,12 @@ def check_room_at_rest(plan: Plan, resting: Mapping[int, int], held_bytes: int) 
             on_host += num_bytes
     needed = held_bytes + on_host
     if on_host and needed > plan.budget.host:
-        raise BudgetError(
-            f"host: {needed} bytes of model data do not fit into the budget of {plan.budget.host} bytes: {held_bytes} "
-            f"at rest, and {on_host} of gradients of parameters in no param group, which update_in_backward=True does "
-            "not use up. Allow more with host_memory=, or more of the device with model_data_memory= or "
-            "device_memory=, or freeze these parameters until they join a group",
-            tier="host",
-            needed_bytes=needed,
-            budget_bytes=plan.budget.host,
+        raise _no_room(
+            needed,
+            plan.budget.host,
+            f": {held_bytes} at rest, and {on_host} of gradients of parameters in no param group, which "
+            "update_in_backward=True does not use up. Allow more with host_memory=, or more of the device with "
+            "model_data_memory= or device_memory=, or freeze these parameters until they join a group",
         )
 
 
@@ -150,11 +146,15 @@ def check_host_room(plan: Plan, kinds: Collection[Kind]) -> None:
         # both.
         in_all = "" if plan.infers else f", and training needs {plan.host_bytes} bytes there in all"
         held, more = ("model data", "") if set(kinds) == set(Kind) else ("parameters", in_all)
-        raise BudgetError(
-            f"host: {needed} bytes of {held} do not fit into the budget of "
-            f"{plan.budget.host} bytes{more}. Allow more with host_memory=, or let more rest on the device or on other "
-            "ranks",
-            tier="host",
-            needed_bytes=needed,
-            budget_bytes=plan.budget.host,
-        )
+        words = f"{more}. Allow more with host_memory=, or let more rest on the device or on other ranks"
+        raise _no_room(needed, plan.budget.host, words, of=held)
+
+
+def _no_room(needed: int, there: int | None, words: str, of: str = "model data") -> BudgetError:
+    """The error of a host on which `needed` bytes find no room. words: what follows in its sentence, and what to do."""
+    return BudgetError(
+        f"host: {needed} bytes of {of} do not fit into the budget of {there} bytes{words}",
+        tier="host",
+        needed_bytes=needed,
+        budget_bytes=there,
+    )

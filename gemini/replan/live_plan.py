@@ -372,6 +372,10 @@ class Replanning:
         """Raises GeminiError if memory cannot move now. Local, and equal on all ranks."""
         if self.gradients_wait:
             raise GeminiError(f"{what} {when}: do it after step() or zero_grad()")
+        self.refuse_in_use(what)
+
+    def refuse_in_use(self, what: str) -> None:
+        """Raises GeminiError inside GatheredParameters. Local, and equal on all ranks."""
         if self._manager.is_in_use:
             raise GeminiError(f"inside GatheredParameters(...) nothing can change: {what}")
 

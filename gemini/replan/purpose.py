@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from gemini.errors import BudgetError, GeminiError
+from gemini.errors import BudgetError
 from gemini.log import get_dist_logger
 from gemini.memory.modes import uncollected
 from gemini.placement.budget import is_less
@@ -100,8 +100,7 @@ class Purpose:
             shown, change = f"{shown} with {states_in_words(optim_states)}", OPTIM_CHANGED
         if plan.infers:
             # This cannot wait for the next forward, as below: the plan for inference has no room for training.
-            if manager.is_in_use:
-                raise GeminiError(f"inside GatheredParameters(...) nothing can change: {shown}")
+            self._replanning.refuse_in_use(shown)
             refused = manager.training.refused
             # What was refused before was a plan with Adam's states: for others it is tried again.
             error = refused if is_usual and refused is not None else self._try_training(shown, optim_states, change)

@@ -403,6 +403,11 @@ class ManagedParameter(ParamPlace):
     part: TensorPart | None = None  # of a whole parameter, which tensor parallelism divides; None: there is none
 
     @property
+    def is_trained(self) -> bool:
+        """Whether a step uses its gradient: memory follows the user's flag at the next forward only, so both count."""
+        return self.requires_grad and self.parameter.requires_grad
+
+    @property
     def counts(self) -> bool:
         """Of ranks that have copies for tensor parallelism, this one adds it to norms and writes it to checkpoints."""
         return self.part is None or self.part.counts

@@ -22,7 +22,7 @@ from tests.zoo.compiled import (
     compile_blocks,
     compile_blocks_in_place,
 )
-from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, adam, assert_same, build, smallest_budget, weights_of
+from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, adam, assert_same, build, smallest_budget, train_beside_plain, weights_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_graphs")
 
@@ -168,20 +168,5 @@ def test_ranks_may_use_other_branches_inside_a_compiled_module(rank: int, world_
     model = ShardedModel(build(make), device="emulated", chunk_size=CHUNK_NUMEL, model_data_memory=budget)
     reference = build(make)
     optimizer, its = ShardedOptimizer(model, adam(model.parameters())), adam(reference.parameters())
-    for step in range(STEPS):
-        switches.turn(model, rank, step)
-        loss = model(switches.inputs(rank, step))
-        loss.backward()
-        optimizer.step()
-        for other in range(world_size):
-            switches.turn(reference, other, step)
-            wanted = reference(switches.inputs(other, step))
-            wanted.backward()
-            assert other != rank or torch.equal(loss, wanted)
-        for parameter in reference.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= world_size
-        its.step()
-        its.zero_grad()
-        assert_same(weights_of(model), weights_of(reference))
+    train_beside_plain(model, optimizer, reference, its, switches.loss_of, rank, world_size, STEPS)
     model.close()

@@ -1,7 +1,6 @@
 """Leaves, modules that are fetched as one operator: every rank may use other parts of them."""
 
 import pytest
-import torch
 from torch import nn
 
 from gemini import (
@@ -19,7 +18,7 @@ from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.harness.ranks import RankPool
 from tests.switches import IDLE, INSIDE
 from tests.zoo import mlp
-from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, Mlp, assert_same, build, weights_of, wrap
+from tests.zoo.mlp import CHUNK_NUMEL, WIDTH, Mlp, build, wrap
 
 
 def test_set_leaf_module_names_what_it_does_not_find() -> None:
@@ -72,22 +71,7 @@ def assert_equals_plain(rank: int, world_size: int, way: str, budget: str | None
     module, reference = build(make), build(make)
     model = ShardedModel(module, **mlp.placed(make, model_data_memory=budget))
     optimizer, its = ShardedOptimizer(model, mlp.adam(model.parameters())), mlp.adam(reference.parameters())
-    for step in range(5):
-        switches.turn(module, rank, step)
-        loss = model(switches.inputs(rank, step))
-        loss.backward()
-        optimizer.step()
-        for other in range(world_size):
-            switches.turn(reference, other, step)
-            wanted = reference(switches.inputs(other, step))
-            wanted.backward()
-            assert other != rank or torch.equal(loss, wanted)
-        for parameter in reference.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= world_size
-        its.step()
-        its.zero_grad()
-        assert_same(weights_of(model), weights_of(reference))
+    mlp.train_beside_plain(model, optimizer, reference, its, switches.loss_of, rank, world_size, 5)
     assert model.observer.counts["evict"] > 0 or budget is None
     model.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gemini import (
     BudgetError,
@@ -37,20 +37,11 @@ def test_adapters_train_as_on_the_plain_model(rank: int, world_size: int, wrap: 
     optimizer, its = (mlp.adam(p for p in m.parameters() if p.requires_grad) for m in (model, reference))
     wrapped = ShardedOptimizer(model, optimizer)
     before = mlp.weights_of(model)
-    for step in range(3):
-        loss = lora.loss_of(model, step, rank)
-        loss.backward()
-        wrapped.step()
-        for other in range(world_size):
-            wanted = lora.loss_of(reference, step, other)
-            wanted.backward()
-            assert other != rank or torch.equal(loss, wanted)
-        for parameter in reference.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= world_size
-        its.step()
-        its.zero_grad()
-        mlp.assert_same(mlp.weights_of(model), mlp.weights_of(reference))
+
+    def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
+        return lora.loss_of(module, step, rank)
+
+    mlp.train_beside_plain(model, wrapped, reference, its, loss_of, rank, world_size, 3)
     state = model.state_dict()
     assert [name for name in state if not torch.equal(state[name], before[name])] == [n for n in state if "lora_" in n]
     assert list(state) == list(reference.state_dict())

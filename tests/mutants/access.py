@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant(
         "a gradient that is set trains a frozen parameter",
         "_trained_gradients",
-        "if not (link.managed.requires_grad and link.managed.parameter.requires_grad):",
+        "if not link.managed.is_trained:",
         "if False:",
         "tests/features/test_access_edges.py::test_a_frozen_parameter_is_given_no_gradient",
     ),

@@ -178,3 +178,33 @@ def layer_of(model: Any, number: int) -> nn.Linear:
 def weight(model: Any, layer: int = 0) -> nn.Parameter:
     """A layer's weight, of a wrapped or of a plain model."""
     return layer_of(model, layer).weight
+
+
+def train_beside_plain(
+    model: ShardedModel,
+    optimizer: ShardedOptimizer,
+    reference: nn.Module,
+    its: torch.optim.Optimizer,
+    loss_of: Callable[[nn.Module, int, int], Tensor],
+    rank: int,
+    world_size: int,
+    steps: int,
+) -> None:
+    """Steps of ranks, and of plain PyTorch, which takes the ranks' turns one after the other: the same bits.
+
+    loss_of: of a module, a rank and a step.
+    """
+    for step in range(steps):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        optimizer.step()
+        for other in range(world_size):
+            wanted = loss_of(reference, other, step)
+            wanted.backward()
+            assert other != rank or torch.equal(loss, wanted)
+        for parameter in reference.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= world_size
+        its.step()
+        its.zero_grad()
+        assert_same(weights_of(model), weights_of(reference))

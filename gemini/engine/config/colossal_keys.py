@@ -13,6 +13,9 @@ from typing import Any, Literal
 import torch
 
 from gemini.engine.config.key import (
+    CHUNKS,
+    OTHER_PARALLELISM,
+    PINNED,
     Count,
     Key,
     MappedTo,
@@ -23,6 +26,7 @@ from gemini.engine.config.key import (
     Translation,
     Whole,
     dtype_named,
+    none_if_zero,
 )
 from gemini.engine.config.read import Problem
 from gemini.placement.policies import FRACTIONS, MARGIN
@@ -39,10 +43,10 @@ class AMP_TYPE(Enum):
 _MODEL, _OPTIMIZER, _PLUGIN = "zero.model_config", "zero.optimizer_config", "plugin"
 _GROUP = Refused("give the group to ShardedModel(process_group=...): a config has no process groups", ())
 _NO_GROUP = NoEffect("gradients and norms are reduced over the model's own group")
-_CHUNKS = NoEffect("collectives carry one chunk; its size is searched under the budgets, or fixed by `chunk_size`")
 _BUDGET = NoEffect("the plan spends all of `device_memory`, on what saves most bytes over the link")
+_SKIPPED = NoEffect("skipped steps are in `optimizer.last_step`")
+_STATISTICS = NoEffect("live statistics are read at every plan")
 _ONE_WAY = NoEffect("the engine averages gradients over ranks by itself")
-_PARALLEL = "parameters are divided over data-parallel ranks only"
 
 
 # Any mode is fp16 here. `finish` refuses what is no mode.
@@ -77,23 +81,23 @@ _PLUGIN_KEYS = [
     ),
     Key(f"{_PLUGIN}.master_weights", bool, Refused("16-bit weights have fp32 masters", (True,))),
     *(Key(f"{_PLUGIN}.{name}", kind, MappedTo(f"loss_scale.{name}")) for name, kind in _SCALER.items()),
-    Key(f"{_PLUGIN}.max_norm", Number, MappedTo("clip_grad_norm", lambda norm: norm or None, "0: no clipping")),
+    Key(f"{_PLUGIN}.max_norm", Number, MappedTo("clip_grad_norm", none_if_zero, "0: no clipping")),
     Key(f"{_PLUGIN}.norm_type", Number, Refused("configs clip by the 2-norm; clip_grad_norm_() has inf, too", (2.0,))),
     Key(f"{_PLUGIN}.enable_gradient_accumulation", bool, NoEffect("micro-batches are added up in any case")),
     Key(f"{_PLUGIN}.max_prefetch", Count, MappedTo("max_prefetch", note="results do not change")),
     Key(f"{_PLUGIN}.warmup_non_model_data_ratio", Number, _BUDGET),
     Key(f"{_PLUGIN}.steady_cuda_cap_ratio", Number, _BUDGET),
     *(
-        Key(f"{_PLUGIN}.{name}", Any, _CHUNKS)
+        Key(f"{_PLUGIN}.{name}", Any, CHUNKS)
         for name in ("chunk_config_dict", "search_range_m", "hidden_dim", "min_chunk_size_m")
     ),
     Key(f"{_PLUGIN}.chunk_init_device", Any, NoEffect("chunks are made where the plan wants them")),
-    Key(f"{_PLUGIN}.memstats", Any, NoEffect("live statistics are read at every plan")),
-    Key(f"{_PLUGIN}.pin_memory", bool, NoEffect("host memory is page-locked wherever there is a CUDA device")),
+    Key(f"{_PLUGIN}.memstats", Any, _STATISTICS),
+    Key(f"{_PLUGIN}.pin_memory", bool, PINNED),
     Key(f"{_PLUGIN}.force_outputs_fp32", bool, Refused("cast the outputs in the script")),
     Key(f"{_PLUGIN}.strict_ddp_mode", bool, NoEffect("every parameter is averaged over the ranks")),
-    Key(f"{_PLUGIN}.verbose", bool, NoEffect("skipped steps are in `optimizer.last_step`")),
-    *(Key(f"{_PLUGIN}.{name}", Count, Refused(_PARALLEL, (1,))) for name in ("tp_size", "extra_dp_size")),
+    Key(f"{_PLUGIN}.verbose", bool, _SKIPPED),
+    *(Key(f"{_PLUGIN}.{name}", Count, Refused(OTHER_PARALLELISM, (1,))) for name in ("tp_size", "extra_dp_size")),
 ]
 
 _KEYS = [
@@ -111,10 +115,10 @@ _KEYS = [
         bool,
         MappedTo("reduce_dtype", lambda on: torch.float32 if on else None, "True: fp32"),
     ),
-    Key(f"{_MODEL}.reduce_scatter_bucket_size_mb", Number, _CHUNKS),
+    Key(f"{_MODEL}.reduce_scatter_bucket_size_mb", Number, CHUNKS),
     Key(f"{_MODEL}.gradient_predivide_factor", Number, NoEffect("the mean is made in fp32, after the sum over ranks")),
     Key(f"{_MODEL}.warmup_non_model_data_ratio", Number, _BUDGET),
-    Key(f"{_MODEL}.use_memory_tracer", bool, NoEffect("live statistics are read at every plan")),
+    Key(f"{_MODEL}.use_memory_tracer", bool, _STATISTICS),
     Key(f"{_MODEL}.reshard_after_forward", bool, NoEffect("what is released follows from the budget")),
     Key(f"{_MODEL}.process_group", Any, _GROUP),
     Key(f"{_MODEL}.reduce_scatter_process_group", Any, _GROUP),
@@ -122,7 +126,7 @@ _KEYS = [
     Key(f"{_OPTIMIZER}.{MARGIN}", Number, MappedTo(MARGIN)),
     Key(f"{_OPTIMIZER}.cpu_offload", bool, NoEffect("`tensor_placement_policy` says where optimizer state rests")),
     Key(f"{_OPTIMIZER}.keep_unsharded", bool, _BUDGET),
-    Key(f"{_OPTIMIZER}.verbose", bool, NoEffect("skipped steps are in `optimizer.last_step`")),
+    Key(f"{_OPTIMIZER}.verbose", bool, _SKIPPED),
     Key(f"{_OPTIMIZER}.dp_process_group", Any, _NO_GROUP),
     Key(f"{_OPTIMIZER}.mp_process_group", Any, _NO_GROUP),
     Key(
@@ -135,8 +139,8 @@ _KEYS = [
     Key("fp16.enabled", bool, Refused("leave fp16 out instead", (True,))),
     Key("fp16.opt_level", str, NoEffect("Apex is not used")),
     Key("fp16.log_num_zeros_in_grad", bool, NoEffect("zeros in gradients are not counted")),
-    Key("fp16.verbose", bool, NoEffect("skipped steps are in `optimizer.last_step`")),
-    Key("clip_grad_norm", Number, MappedTo("clip_grad_norm", lambda norm: norm or None, "0: no clipping")),
+    Key("fp16.verbose", bool, _SKIPPED),
+    Key("clip_grad_norm", Number, MappedTo("clip_grad_norm", none_if_zero, "0: no clipping")),
     Key("gradient_accumulation", Count, MappedTo("gradient_accumulation_steps")),
     Key("gradient_handler", Any, _ONE_WAY),
     Key("torch_ddp", Any, _ONE_WAY),
@@ -144,8 +148,8 @@ _KEYS = [
     Key("cudnn_deterministic", bool, NoEffect("set torch.backends.cudnn.deterministic in the script")),
     Key("seed", Whole, NoEffect("launch_from_torch(seed=...) seeds")),
     Key("parallel.data", Any, NoEffect("every rank of the model's group")),
-    Key("parallel.pipeline", Any, Refused(_PARALLEL, _is_one)),
-    Key("parallel.tensor", Any, Refused(_PARALLEL, _is_one)),
+    Key("parallel.pipeline", Any, Refused(OTHER_PARALLELISM, _is_one)),
+    Key("parallel.tensor", Any, Refused(OTHER_PARALLELISM, _is_one)),
     Key("optimizer.type", str, MappedTo("optimizer.type")),
     Key("optimizer.params.*", Any, MappedTo("optimizer.params.*")),
     Key("scheduler.type", str, MappedTo("scheduler.type")),

@@ -12,6 +12,9 @@ import torch
 from pydantic import Field
 
 from gemini.engine.config.key import (
+    CHUNKS,
+    OTHER_PARALLELISM,
+    PINNED,
     Count,
     Key,
     MappedTo,
@@ -24,6 +27,7 @@ from gemini.engine.config.key import (
     Translation,
     Whole,
     dtype_named,
+    none_if_zero,
 )
 from gemini.engine.config.read import Problem
 
@@ -34,7 +38,6 @@ Device = Literal["none", "cpu", "nvme"]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 POLICY = "tensor_placement_policy"
-CHUNKS = NoEffect("collectives carry one chunk; its size is searched under the budgets, or fixed by `chunk_size`")
 CHECKPOINTS = NoEffect("a checkpoint is loaded on any number of ranks, at any stage")
 _OPTIMIZER_OFFLOAD, _PARAM_OFFLOAD = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 _WEIGHTS = NoEffect("the budgets decide: weights rest on the disk where the host has no room for them")
@@ -42,7 +45,6 @@ _RING = NoEffect("three chunks are on their way at once: one is read, one update
 _REQUESTS = NoEffect("four threads read and write 4 MiB at a time, past the page cache")
 _LOCO = "what quantising gradients loses is not added to the next ones here; it has a bound, see `quantized_gradients`"
 _ALWAYS = NoEffect("gradients are reduced chunk by chunk while backward runs")
-_PINNED = NoEffect("host memory is page-locked wherever there is a CUDA device")
 _FROM_FILE = NoEffect("each rank reads its own part of a checkpoint, and none the whole")
 _GATHERED = NoEffect("shards of parameters are gathered by all-gather")
 
@@ -73,7 +75,7 @@ ZERO = [
     Key("zero_optimization.load_from_fp32_weights", bool, MappedTo("load_from_fp32_weights")),
     Key("zero_optimization.elastic_checkpoint", bool, CHECKPOINTS),
     Key("zero_optimization.sub_group_size", Count, CHUNKS),
-    Key("zero_optimization.cpu_offload_use_pin_memory", bool, _PINNED),
+    Key("zero_optimization.cpu_offload_use_pin_memory", bool, PINNED),
     Key(
         "zero_optimization.prefetch_bucket_size",
         Count,
@@ -231,7 +233,7 @@ OFFLOAD = [
         ),
         auto="the memory budget decides",
     ),
-    Key("zero_optimization.offload_optimizer.pin_memory", bool, _PINNED),
+    Key("zero_optimization.offload_optimizer.pin_memory", bool, PINNED),
     Key(
         "zero_optimization.offload_optimizer.ratio",
         Ratio,
@@ -289,7 +291,7 @@ OFFLOAD = [
         ),
         auto="the memory budget decides",
     ),
-    Key("zero_optimization.offload_param.pin_memory", bool, _PINNED),
+    Key("zero_optimization.offload_param.pin_memory", bool, PINNED),
     Key(
         f"{_PARAM_OFFLOAD}.nvme_path",
         str,
@@ -311,7 +313,6 @@ DtypeName = Literal["fp32", "fp16", "bfp16", "bf16"]
 _MEAN = NoEffect("the mean over ranks is made in fp32, after the sum")
 _PROFILERS = NoEffect("torch.profiler shows each fetch, reduction and update by name; an Observer counts every move")
 _ACTIVATIONS = NoEffect("activations are checkpointed where the model calls torch.utils.checkpoint, and stay there")
-_OTHER_PARALLELISM = "parameters are divided over data-parallel ranks only"
 _TENSOR_PARALLEL = (
     "torch's parallelize_module(model, mesh['tp'], plan) divides the tensors, and initialize(device_mesh=mesh['dp']) "
     "shards the rest: docs/parallelism.md"
@@ -357,7 +358,6 @@ def _autocast(section: Any) -> torch.dtype | None:
     return None if _is_off(section) else dtype_named(section.get("dtype") or "bfloat16")
 
 
-# 0 is DeepSpeed's word for "none" in `gradient_clipping` and `steps_per_print`. `Config` has None for it.
 _BATCHES = [
     Key("train_batch_size", Count, MappedTo("train_batch_size"), auto="follows from the other two"),
     Key(
@@ -372,9 +372,9 @@ _BATCHES = [
         MappedTo("gradient_accumulation_steps"),
         auto="follows from the other two, else 1",
     ),
-    Key("gradient_clipping", Number, MappedTo("clip_grad_norm", lambda norm: norm or None), auto="no clipping"),
+    Key("gradient_clipping", Number, MappedTo("clip_grad_norm", none_if_zero), auto="no clipping"),
     Key("dataloader_drop_last", bool, MappedTo("drop_last")),
-    Key("steps_per_print", Count, MappedTo("steps_per_print", lambda steps: steps or None)),
+    Key("steps_per_print", Count, MappedTo("steps_per_print", none_if_zero)),
 ]
 
 _OPTIMIZER = [
@@ -499,15 +499,15 @@ _NOT_HERE = [
     Key("autotuning", Section, Refused("there is no tuner; `gemini.estimate_memory` says what fits", _is_off)),
     Key("elasticity", Section, Refused("the number of ranks is fixed while a script runs", _is_off)),
     Key("hybrid_engine", Section, Refused("there are no inference kernels; model.generate works sharded", _is_off)),
-    Key("expert_parallel", Section, Refused(_OTHER_PARALLELISM, _is_off)),
+    Key("expert_parallel", Section, Refused(OTHER_PARALLELISM, _is_off)),
     Key(
         "tensor_parallel",
         Section,
         Refused(_TENSOR_PARALLEL, lambda section: section.get("autotp_size", 0) in (0, 1)),
     ),
     Key("sequence_parallel_size", Count, Refused(_SEQUENCE_PARALLEL, (0, 1))),
-    Key("pipeline", Section, Refused(_OTHER_PARALLELISM, ({},))),
-    Key("use_data_before_expert_parallelism", bool, Refused(_OTHER_PARALLELISM)),
+    Key("pipeline", Section, Refused(OTHER_PARALLELISM, ({},))),
+    Key("use_data_before_expert_parallelism", bool, Refused(OTHER_PARALLELISM)),
     Key("sparse_attention", Section, Refused("the model computes its own attention", ({},))),
     Key("curriculum_learning", Section, Refused("the loader decides the order of the data", _is_off)),
     Key("data_efficiency", Section, Refused("the loader decides the order of the data", _is_off)),

@@ -94,6 +94,11 @@ def same(value: Any) -> Any:
     return value
 
 
+def none_if_zero(number: float) -> float | None:
+    """0 is another library's word for "none", of a norm or of steps."""
+    return number or None
+
+
 @dataclass(frozen=True)
 class MappedTo:
     """The key is a field of `Config`.
@@ -116,6 +121,12 @@ class NoEffect:
     """The key changes nothing. `instead` says what happens here."""
 
     instead: str
+
+
+# What several libraries have keys for.
+CHUNKS = NoEffect("collectives carry one chunk; its size is searched under the budgets, or fixed by `chunk_size`")
+PINNED = NoEffect("host memory is page-locked wherever there is a CUDA device")
+OTHER_PARALLELISM = "parameters are divided over data-parallel ranks only"
 
 
 @dataclass(frozen=True)
