@@ -248,6 +248,7 @@ def chosen_of(settings: Settings) -> dict[str, Any]:
         "disk_memory",
     )
     values = {name: getattr(settings, name) for name in names}
+    values["optimizer_shard"] = None if settings.optimizer_shard == "group" else settings.optimizer_shard
     values["update_in_backward"] = settings.update_in_backward or None
     # Without a disk, on a host that free memory bounds, one backward in each step is what is planned for at first.
     if settings.gradient_accumulation_steps == 1 and settings.disk_path is None:

@@ -434,6 +434,9 @@ def chunks_in_words(
     replicas = packing.chunks[0].layout.num_replicas if packing.chunks else 1
     if replicas > 1:
         ranks += f" ({replicas} replicas of {world_size // replicas} shards)"
+    elif packing.chunks and packing.chunks[0].in_groups:
+        groups = packing.chunks[0].num_groups
+        ranks += f" ({groups} groups of {world_size // groups} that share weights and gradients; all share the states)"
     yield f"{num_weights} weights are planned for {ranks} at stage {stage} with tensor_placement_policy={policy!r}."
     if infers:
         yield (

@@ -15,7 +15,7 @@ from gemini.memory.transfer import Region, ready
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.gradient import Gradient, ReducedState, SumRule
 from gemini.placement.packing import has_later_replicas
-from gemini.runtime.chunk import Chunk
+from gemini.runtime.chunk import Chunk, ManagedParameter
 
 # -- torch's own `.grad`, where autograd accumulates, past the class of wrapped parameters, which shows another one.
 
@@ -234,6 +234,14 @@ class ChunkGradient(Gradient):
             assert self.wide is not None
             return self.wide
         return self.shard if self.own_shard is None else self.own_shard
+
+    def parts_of(self, managed: ManagedParameter, reduced: Tensor) -> list[Tensor]:
+        """Views of the parameter's elements in `reduced()`, whose content is given."""
+        if not (self.in_groups and self.awaits_replicas):
+            return managed.own_parts(reduced)
+        chunk = self.chunk
+        pieces = chunk.grad_layout.pieces(chunk.rank // chunk.num_groups, managed.offset, managed.numel)
+        return [reduced[piece.in_shard] for piece in pieces]
 
     def sum_of_group(self) -> Region:
         """(rest_numel,) the memory in which a group of ranks adds up what each of its ranks then uses a part of."""

@@ -116,7 +116,7 @@ class Leftovers:
         reduced, zero = ready(gradient.reduced()), 0.0 if gradient.attached is None else BLANK
         # Every rank calls this, and sets the parts that it holds.
         for managed in some:
-            for part in managed.own_parts(reduced):
+            for part in gradient.parts_of(managed, reduced):
                 part.fill_(zero)
 
     def write_zeros(self, backward: int) -> None:
@@ -154,7 +154,9 @@ class Leftovers:
                     reduced.mul_(factor)
                 else:
                     pairs = zip(chunk.parameters, excepted, strict=True)
-                    for part in (part for managed, stays in pairs if not stays for part in managed.own_parts(reduced)):
+                    for part in (
+                        part for managed, stays in pairs if not stays for part in gradient.parts_of(managed, reduced)
+                    ):
                         part.mul_(factor)
                 gradient.count_write()
 

@@ -270,7 +270,7 @@ class _Accumulator:
             its = [torch.zeros_like(like) if part is None else part for part in parts[group * size :][:size]]
             grad = reduce_over_ranks(its, recipe.reduce_dtype, recipe.accumulate_dtype)
             assert grad is not None
-            if recipe.accumulate_dtype is None:
+            if recipe.accumulation > 1 and recipe.accumulate_dtype is None:
                 grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
             of_groups = sums.setdefault(name, [] if so_far is None else [so_far.clone() for _ in parts[::size]])
             if len(of_groups) <= group:
