@@ -145,10 +145,11 @@ class HybridAdam(Optimizer):
         adamw_mode: True decouples the weight decay (AdamW); False adds it to the gradient (Adam with L2).
         bias_correction: whether moments are corrected for their start at zero.
         maximize: whether to ascend.
-        state_dtype: of both moments: None or torch.float32; torch.bfloat16, rounded to nearest even; or "8bit", of
-            tensors of at least 4,096 elements (blockwise dynamic quantisation). The last two are approximations, and
-            the same bits wherever states rest. A param group's `optim_bits` (8 or 32) overrides it for its tensors. A
-            `ShardedOptimizer` keeps embeddings in 32 bits whose group says nothing; here no module is known.
+        state_dtype: of both moments: None or torch.float32; torch.bfloat16, rounded to nearest even; and of tensors of
+            at least 4,096 elements "bf16_stochastic", rounded at random without bias, or "8bit" (blockwise dynamic
+            quantisation). All but fp32 are approximations, and the same bits wherever states rest. A param group's
+            `optim_bits` (8 or 32) overrides it for its tensors. A `ShardedOptimizer` keeps embeddings in 32 bits, if
+            it is "8bit" and their group says nothing; here no module is known.
         nvme_offload_fraction: of masters and moments, on the disk; Colossal-AI's name. A sharded model rests there as
             after `ShardedModel(..., disk_path=, disk_optim_frac=)`. A plain model's states stay where they are.
         nvme_offload_dir: the folder for it.
@@ -261,16 +262,15 @@ class HybridAdam(Optimizer):
         updated += [parameter] if is_half else []
         weight, exp_avg, exp_avg_sq, *half = flats = [in_memory_order(tensor.detach(), parameter) for tensor in updated]
         assert parameter.grad is not None
-        scales = (state.get(f"{name}_scale") for name in MOMENTS)
         piece = AdamPiece(
             weight,
             in_memory_order(parameter.grad.detach(), parameter),
             exp_avg,
             exp_avg_sq,
             half[0] if half else None,
-            None,
-            None,
-            *scales,
+            exp_avg_scale=state.get("exp_avg_scale"),
+            exp_avg_sq_scale=state.get("exp_avg_sq_scale"),
+            draws=its.draws(int(state["step"]) + 1, 0),
         )
         piece.check()
         return _Update(state, piece, parameter, list(zip(updated, flats, strict=True)))

@@ -183,6 +183,18 @@ class Spans:
 # `weight` is bf16, the upper half of the master, and `remainder` is its lower half, int16 (see `optim.master`).
 
 
+class Draws(NamedTuple):
+    """From where the random numbers of stochastically rounded moments come: one of 32 bits for each element.
+
+    They are a function of these numbers alone, and so alike on all ranks, in all chunks and for all kernels.
+    """
+
+    key: int
+    """64 bits made of seed and step, see `optim.reference.key_of_draws`."""
+    first: int
+    """The place of the piece's first element in its tensor."""
+
+
 BLOCK = 256
 """Elements of a block, which shares the scale of its 8-bit moments. Every tensor starts with a block of its own."""
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -214,6 +226,8 @@ class AdamPiece(NamedTuple):
     """(blocks,) fp32, beside uint8 moments: of each `BLOCK` elements from the first on; updated."""
     exp_avg_sq_scale: Tensor | None = None
     """Likewise."""
+    draws: Draws | None = None
+    """Beside bf16 moments, all of one tensor: they are rounded stochastically. None: to nearest even."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -248,7 +262,8 @@ class AdamPiece(NamedTuple):
             blocks = slice(start // BLOCK, -(-(start + length) // BLOCK))
             parts |= {"exp_avg_scale": self.exp_avg_scale[blocks], "exp_avg_sq_scale": self.exp_avg_sq_scale[blocks]}
         spans = None if self.spans is None else self.spans.within(start, start + length)
-        return AdamPiece(**{**self._asdict(), **parts, "spans": spans})
+        draws = None if self.draws is None else self.draws._replace(first=self.draws.first + start)
+        return AdamPiece(**{**self._asdict(), **parts, "spans": spans, "draws": draws})
 
     def check(self) -> None:
         """Raises ValueError for a wrong shape, layout, dtype or device, and for tensors that share memory."""
@@ -273,6 +288,8 @@ class AdamPiece(NamedTuple):
             num_blocks = -(-self.weight.numel() // BLOCK)
             if scale is not None:
                 _check_tensor(name, scale, self.weight, (torch.float32,), num_blocks)
+        if self.draws is not None and self.exp_avg.dtype is not torch.bfloat16:
+            raise ValueError(f"draws are of bf16 moments, found {self.exp_avg.dtype}")
         # A span that began inside a block would give the elements before it another scale.
         if self.is_blockwise and self.spans is not None and any(start % BLOCK for start in self.spans.starts):
             raise ValueError(f"spans over 8-bit moments start at multiples of {BLOCK} elements")

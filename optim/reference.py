@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from optim.master import BF16_NAN_BITS, join_master_, round_master_, scratch, split_master_, tile_numel
-from optim.piece import BLOCK, AdamPiece, AdamScalars, Constants, round_to_float32
+from optim.piece import BLOCK, AdamPiece, AdamScalars, Constants, Draws, round_to_float32
 
 # -- A correctly rounded fp32 square root.
 #
@@ -207,6 +207,55 @@ def to_bfloat16_even_(out: Tensor, values: Tensor) -> None:
     out.view(torch.int16).masked_fill_(values.isnan(), BF16_NAN_BITS)
 
 
+# -- Moments in 16 bits that are rounded stochastically: away from zero with the probability of the part that is cut
+# off, so that the mean over steps is the unrounded moment. Rounding to nearest leaves a second moment standing still
+# where it changes by less than half of its last place.
+#
+# The random number of an element is a function of seed, step and its place in its tensor: a counter-based generator.
+# The place is mixed twice by a bijection of 32 bits (xor-shifts and multiplications by the constants that C. Wellons'
+# "hash prospector" has found to have little bias), once behind each half of the key. The lower half rounds the first
+# moment, the upper one the second. Elements 2**32 places apart have the same number.
+
+
+_MASK = 0xFFFFFFFF
+_FACTORS = (0x7FEB352D, 0x846CA68B)
+
+
+@lru_cache(maxsize=64)
+def key_of_draws(seed: int, step: int) -> int:
+    """The key, 64 bits, of the random numbers of one step: that of `splitmix64` after seed and step."""
+    mask, key = 2**64 - 1, 0
+    for number in (seed, step):
+        key = (key + number + 0x9E3779B97F4A7C15) & mask
+        key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & mask
+        key = ((key ^ key >> 27) * 0x94D049BB133111EB) & mask
+        key ^= key >> 31
+    return key
+
+
+def draws_of(draws: Draws, numel: int, device: torch.device) -> Tensor:
+    """(numel,) int64: 32 random bits of each element from the first one of `draws` on."""
+    # In 64 bits, of which the lower ones are those of unsigned products of 32 bits.
+    h = torch.arange(draws.first, draws.first + numel, dtype=torch.int64, device=device).bitwise_and_(_MASK)
+    h.bitwise_xor_(draws.key & _MASK)
+    for number in range(2):
+        h ^= h >> 16
+        h.mul_(_FACTORS[0]).bitwise_and_(_MASK)
+        h ^= h >> 15
+        h.mul_(_FACTORS[1]).bitwise_and_(_MASK)
+        h ^= h >> 16
+        if not number:
+            h.add_(draws.key >> 32).bitwise_and_(_MASK)
+    return h
+
+
+def to_bfloat16_drawn_(out: Tensor, values: Tensor, drawn: Tensor) -> None:
+    """Round `values` (fp32) to bf16 `out`, away from zero if `drawn`, 16 bits, is large enough; NaN is 0x7fc0."""
+    bits = values.view(torch.int32).long().bitwise_and_(_MASK)
+    bits.add_(drawn).bitwise_right_shift_(16)
+    out.view(torch.int16).copy_(bits.masked_fill_(values.isnan(), BF16_NAN_BITS))
+
+
 # -- Adam in the written order, as plain torch operations. Every other kernel reproduces it bit for bit.
 #
 #     g = g * inv_scale * clip            [L2: g += wd * p]
@@ -275,8 +324,11 @@ def _store_moments(stored: AdamPiece, part: AdamPiece) -> None:
         is_lost = ~(part.exp_avg.isfinite() & part.exp_avg_sq.isfinite())
         for each in (part.exp_avg, part.exp_avg_sq):
             each.masked_fill_(is_lost, 0.0)
+    drawn = None if stored.draws is None else draws_of(stored.draws, part.weight.numel(), part.weight.device)
     for (name, moment, scale), values in zip(_moments_of(stored), (part.exp_avg, part.exp_avg_sq), strict=True):
-        if scale is None:
+        if drawn is not None:
+            to_bfloat16_drawn_(moment, values, drawn & 0xFFFF if name == "exp_avg" else drawn >> 16)
+        elif scale is None:
             to_bfloat16_even_(moment, values)
         else:
             quantize_(moment, scale, values, is_signed=name == "exp_avg")

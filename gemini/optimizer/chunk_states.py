@@ -402,8 +402,14 @@ def _layout(chunk: Chunk, formats: Sequence[StateFormat | None]) -> StateLayout:
 
     def of(rank: int, num_bytes: int = 0) -> StateLayout:
         pairs = zip(chunk.parameters, formats, strict=True)
-        pieces = ((piece, its) for each, its in pairs for piece in layout.pieces(rank, each.offset, each.numel))
-        return StateLayout.of(((piece.shard_start, piece.numel, its) for piece, its in pieces), num_bytes)
+        return StateLayout.of(
+            (
+                (piece.shard_start, piece.numel, its, piece.payload_start - each.offset)
+                for each, its in pairs
+                for piece in layout.pieces(rank, each.offset, each.numel)
+            ),
+            num_bytes,
+        )
 
     most = max(of(rank).num_bytes for rank in range(layout.world_size))
     return of(chunk.rank if layout.world_size > 1 else 0, most)

@@ -354,7 +354,7 @@ class AdamUpdate:
                 if each.stored is not None:
                     alike = pieces.setdefault(each.constants, [])
                     for part in each.weights.segments():
-                        alike += each.stored.pieces(part, each.run, each.grad)
+                        alike += each.stored.pieces(part, each.run, each.grad, each.scalars["step"])
                     continue
                 moments = each.flat["exp_avg"], each.flat["exp_avg_sq"]
                 # Pieces are collected by constants and not by group, so that groups with equal hyperparameters share a

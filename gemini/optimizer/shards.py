@@ -441,8 +441,11 @@ class StoredStates(NamedTuple):
     layouts: Mapping[str, StateLayout]  # by name
     flats: Mapping[str, Tensor]  # (num_bytes,) each, as in `ChunkOptimizerState.flats`
 
-    def pieces(self, segment: Segment, run: Run, grad: Tensor) -> Iterator[AdamPiece]:
-        """The intersection of a segment with the run, of which `grad` is the gradient: a piece for each format."""
+    def pieces(self, segment: Segment, run: Run, grad: Tensor, step: int) -> Iterator[AdamPiece]:
+        """The intersection of a segment with the run, of which `grad` is the gradient: a piece for each format.
+
+        step: the number of the update.
+        """
         # Both moments of a tensor have one format. The memory of the first may also hold states of other optimizers.
         for second in self.layouts["exp_avg_sq"].stored(self.flats["exp_avg_sq"], run.start, run.numel):
             its = second.start, second.elements.numel()
@@ -453,11 +456,14 @@ class StoredStates(NamedTuple):
             piece = segment.piece(first.start, grad[part], first.elements, second.elements, spans)
             if piece is None:
                 continue
+            before = max(segment.start, first.start) - first.start
             if first.scales is not None and second.scales is not None:
                 # Segments begin and end between blocks, as shards do.
-                begin = (max(segment.start, first.start) - first.start) // ALIGNMENT
+                begin = before // ALIGNMENT
                 blocks = slice(begin, begin + -(-piece.weight.numel() // ALIGNMENT))
                 piece = piece._replace(exp_avg_scale=first.scales[blocks], exp_avg_sq_scale=second.scales[blocks])
+            if first.format.seed is not None:
+                piece = piece._replace(draws=first.format.draws(step, first.place + before))
             yield piece
 
 

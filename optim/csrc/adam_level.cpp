@@ -25,6 +25,30 @@ GEMINI_ALWAYS_INLINE uint32_t joined(uint16_t weight, int16_t remainder) {
     return (uint32_t(weight) << 16) + (was_zeroed ? 0u : uint32_t(int32_t(remainder)));
 }
 
+// bf16 that is rounded stochastically.
+struct Drawn {
+    uint16_t bits;
+};
+
+// optim/reference.py, `draws_of`: the random numbers of elements from `first` on.
+struct Draws {
+    uint32_t key0, key1, first;
+
+    static GEMINI_ALWAYS_INLINE uint32_t mixed(uint32_t h) {
+        h ^= h >> 16;
+        h *= 0x7feb352du;
+        h ^= h >> 15;
+        h *= 0x846ca68bu;
+        return h ^ (h >> 16);
+    }
+
+    GEMINI_ALWAYS_INLINE uint32_t of(uint32_t i) const { return mixed(mixed((first + i) ^ key0) + key1); }
+};
+
+GEMINI_ALWAYS_INLINE Drawn to_drawn(uint32_t bits, uint32_t number) {
+    return Drawn{uint16_t(is_nan_bits(bits) ? 0x7fc0u : (bits + number) >> 16)};
+}
+
 enum class Decay { none, l2, decoupled };
 
 template <Decay decay>
@@ -94,8 +118,9 @@ struct Streams {
 };
 
 template <Layout layout, Decay decay, class Grad, class Moment>
-GEMINI_ALWAYS_INLINE void update_some(const Streams<layout, Grad, Moment>& at, const AdamScalars& s, int64_t count) {
-    constexpr bool in_bf16 = std::is_same_v<Moment, uint16_t>;  // else float
+GEMINI_ALWAYS_INLINE void update_some(const Streams<layout, Grad, Moment>& at, const AdamScalars& s, int64_t count,
+                                      const Draws& draws = {}) {
+    constexpr bool in_bf16 = std::is_same_v<Moment, uint16_t>, is_drawn = std::is_same_v<Moment, Drawn>;  // else float
     auto* __restrict weight = at.weight;
     const Grad* grad = at.grad;
     Moment* __restrict exp_avg = at.exp_avg;
@@ -108,6 +133,9 @@ GEMINI_ALWAYS_INLINE void update_some(const Streams<layout, Grad, Moment>& at, c
         if constexpr (in_bf16) {
             m = widen(Bf16{exp_avg[i]});
             v = widen(Bf16{exp_avg_sq[i]});
+        } else if constexpr (is_drawn) {
+            m = widen(Bf16{exp_avg[i].bits});
+            v = widen(Bf16{exp_avg_sq[i].bits});
         } else {
             m = exp_avg[i];
             v = exp_avg_sq[i];
@@ -121,6 +149,10 @@ GEMINI_ALWAYS_INLINE void update_some(const Streams<layout, Grad, Moment>& at, c
         if constexpr (in_bf16) {
             exp_avg[i] = to_bf16_even(as_bits(m));
             exp_avg_sq[i] = to_bf16_even(as_bits(v));
+        } else if constexpr (is_drawn) {
+            const uint32_t number = draws.of(uint32_t(i));
+            exp_avg[i] = to_drawn(as_bits(m), number & 0xffffu);
+            exp_avg_sq[i] = to_drawn(as_bits(v), number >> 16);
         } else {
             exp_avg[i] = m;
             exp_avg_sq[i] = v;
@@ -142,13 +174,15 @@ template <Layout layout, Decay decay, class Grad, class Moment>
 void update(const AdamPiece& piece, const AdamScalars& scalars, int64_t begin, int64_t end) {
     const AdamScalars s = scalars;
     Streams<layout, Grad, Moment> at(piece, begin);
+    Draws draws{uint32_t(piece.key), uint32_t(piece.key >> 32), uint32_t(piece.first + uint64_t(begin))};
     int64_t left = end - begin;
     for (; left >= block_numel; left -= block_numel) {
         at.prefetch_block();
-        update_some<layout, decay>(at, s, block_numel);
+        update_some<layout, decay>(at, s, block_numel, draws);
         at.advance(block_numel);
+        draws.first += uint32_t(block_numel);
     }
-    update_some<layout, decay>(at, s, left);
+    update_some<layout, decay>(at, s, left, draws);
 }
 
 // The largest magnitude, times two, plus one where a positive element has it.
@@ -365,6 +399,7 @@ void by_moments(const AdamPiece& piece, const AdamScalars& s, const DynamicMaps&
     switch (piece.moments) {
         case Moments::fp32: return update<layout, decay, Grad, float>(piece, s, begin, end);
         case Moments::bf16: return update<layout, decay, Grad, uint16_t>(piece, s, begin, end);
+        case Moments::drawn: return update<layout, decay, Grad, Drawn>(piece, s, begin, end);
         case Moments::blocks: return update_blocks<layout, decay, Grad>(piece, s, maps, begin, end);
     }
 }

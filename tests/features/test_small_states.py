@@ -156,6 +156,27 @@ def test_training_has_the_bits_of_the_plain_optimizer(rank: int, world_size: int
             model.close()
 
 
+@on_ranks(1, 2, soak=(4,))
+@pytest.mark.parametrize("place", ["host, deferred", "in backward", *in_soak(*PLACES, *MORE)])
+def test_stochastic_rounding_draws_the_same_numbers_anywhere(rank: int, world_size: int, place: str) -> None:
+    path = shared_folder(rank)
+    losses, its = expected("bf16_stochastic", torch.bfloat16)
+    assert losses != expected(torch.bfloat16, torch.bfloat16)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        model = wrapped(build(torch.bfloat16), place, folder)
+        optimizer = ShardedOptimizer(model, adam(model, "bf16_stochastic"))
+        assert train(model, optimizer, 2) == losses[:2]
+        save_checkpoint(path, model, optimizer)
+        model.close()
+        # Elsewhere, with a chunk size of its own.
+        model = ShardedModel(build(torch.bfloat16), device="emulated", stage=2, chunk_size=30_000)
+        optimizer = ShardedOptimizer(model, adam(model, "bf16_stochastic"))
+        load_checkpoint(path, model, optimizer)
+        assert train(model, optimizer, STEPS - 2, start=2) == losses[2:]
+        assert_same(outcome(model, optimizer), its)
+        model.close()
+
+
 @on_ranks(1, 2)
 def test_embeddings_and_small_tensors_stay_in_32_bits_unless_a_group_says_otherwise(rank: int, world_size: int) -> None:
     for bits, whose in ((None, {"first.weight", "second.weight", "third.weight"}), (8, {"table.weight"}), (32, set())):
@@ -189,7 +210,7 @@ def test_embeddings_and_small_tensors_stay_in_32_bits_unless_a_group_says_otherw
 
 def test_settings_that_mean_nothing_are_refused_by_name() -> None:
     parameters = [nn.Parameter(torch.zeros(3))]
-    with pytest.raises(ValueError, match=r"torch\.float32, torch\.bfloat16 or '8bit', found '4bit'"):
+    with pytest.raises(ValueError, match=r"torch\.bfloat16, 'bf16_stochastic' or '8bit', found '4bit'"):
         HybridAdam(parameters, state_dtype="4bit")
     with pytest.raises(ValueError, match="optim_bits must be 8, 32 or None, found 16"):
         HybridAdam([{"params": parameters, "optim_bits": 16}])

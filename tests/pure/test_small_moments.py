@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim import AdamPiece, adam_scalars, cpu_adam, reference
-from optim.piece import BLOCK
+from optim import AdamPiece, HybridAdam, Spans, adam_scalars, cpu_adam, reference
+from optim.piece import BLOCK, Draws
 from optim.reference import dequantize_, dynamic_map
 from tests.pure.kernels import (
     GRADS,
@@ -235,6 +235,73 @@ def test_pieces_of_all_formats_in_one_call(num_threads: int) -> None:
     cpu_adam.update(ours, scalars, num_threads=num_threads)
     reference.update(theirs, scalars)
     assert [differing(a, b) for a, b in zip(ours, theirs)] == [[]] * len(sizes)
+
+
+@pytest.mark.skipif(not LEVELS, reason="gemini was installed without its CPU kernels")
+@pytest.mark.parametrize("kind", ["random", "special", "bits"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_kernel_rounds_with_the_random_numbers_of_the_reference(layout: str, kind: str, level: str) -> None:
+    def kernel(pieces: list[AdamPiece], scalars: Any) -> None:
+        cpu_adam.update(pieces, scalars, level=level, num_threads=3)
+
+    for numel, first, step in ((1, 0, 1), (257, 2**32 - 100, 2), (70_001, 2**33 + 512, 10**6)):
+        draws = Draws(reference.key_of_draws(7, step), first)
+        for spans in (None, Spans([(0, 1), (numel // 2, numel // 3)])):
+            piece = with_moments(make_piece(numel, layout, kind=kind, seed=numel), torch.bfloat16)
+            piece = piece._replace(draws=draws, spans=spans)
+            assert differing(updated(kernel, piece), updated(reference.update, piece)) == []
+
+
+def test_stochastic_rounding_has_the_mean_of_what_it_rounds_and_keeps_what_needs_none() -> None:
+    values = torch.tensor([1.0 + 1e-3, -2.0 - 5e-3, 3.0, 0.0, -0.0, 1e-40, math.inf, -math.inf, math.nan])
+    total = torch.zeros(len(values), 400, dtype=torch.float64)
+    for step in range(100):
+        drawn = reference.draws_of(Draws(reference.key_of_draws(0, step), 0), 400, torch.device("cpu"))
+        for half in (drawn & 0xFFFF, drawn >> 16):
+            out = torch.empty(len(values), 400, dtype=torch.bfloat16)
+            wide = values.repeat_interleave(400)
+            reference.to_bfloat16_drawn_(out.view(-1), wide, half.repeat(len(values)))
+            assert out[2:5].float().eq(values[2:5, None]).all()
+            assert out[6:8].float().eq(values[6:8, None]).all() and (out[8].view(torch.int16) == 0x7FC0).all()
+            assert out[4].signbit().all()
+            total += out.double()
+    # 80,000 numbers, of which each is wrong by less than 2**-7 of its value.
+    assert ((total.mean(1) / 200 - values.double())[:2].abs() < 1e-4 * values[:2].abs()).all()
+    assert abs(float(total[5].mean()) / 200 / 1e-40 - 1) < 0.02
+
+
+def test_random_numbers_differ_by_seed_step_place_and_moment() -> None:
+    def bits(seed: int, step: int, first: int = 0) -> Tensor:
+        drawn = reference.draws_of(Draws(reference.key_of_draws(seed, step), first), 4096, torch.device("cpu"))
+        return (drawn[:, None] >> torch.arange(32)) & 1
+
+    base = bits(0, 1)
+    assert torch.equal(bits(0, 1, 100)[:-100], base[100:])
+    # Of 131,072 bits each is set half of the time, whatever another one is: five standard deviations.
+    for other in (
+        bits(0, 2),
+        bits(1, 1),
+        bits(1, 0),
+        bits(0, 1, 1),
+        bits(0, 1, 2**31),
+        base.roll(16, 1),
+        base.roll(1, 1),
+    ):
+        assert abs(float((other ^ base).double().mean()) - 0.5) < 0.007
+        assert abs(float(other.double().mean()) - 0.5) < 0.007
+
+
+def test_a_second_moment_moves_with_stochastic_rounding_where_the_nearest_number_stands_still() -> None:
+    ends = {}
+    for kind in (torch.float32, torch.bfloat16, "bf16_stochastic"):
+        weight = torch.nn.Parameter(torch.zeros(8192))
+        optimizer = HybridAdam([weight], lr=1e-3, state_dtype=kind)
+        for step in range(400):
+            weight.grad = torch.full_like(weight, 1.0 if step < 10 else 0.5)
+            optimizer.step()
+        ends[kind] = float(optimizer.state_dict()["state"][0]["exp_avg_sq"].mean())
+    assert ends["bf16_stochastic"] == pytest.approx(ends[torch.float32], rel=2e-3)
+    assert ends[torch.bfloat16] != pytest.approx(ends[torch.float32], rel=2e-2)
 
 
 def test_a_piece_of_8_bit_moments_is_cut_between_blocks_only() -> None:
