@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore
 from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError, torn
 from gemini.log import get_dist_logger
 from gemini.ranks import exit_report
+from gemini.ranks.store_link import give_up_after
 
 # -- Finds ranks of this host whose processes are gone without a word: killed, or crashed.
 #
@@ -261,6 +262,7 @@ class Watchdog:
         self._board = self._messages
         self._all = list(enumerate(self._ranks))  # (rank on the board, global rank)
         exit_report.publish_exit()
+        give_up_after(exit_report.default_store(), rank_timeout_s)
         announce_process(exit_report.default_store(), dist.get_rank())
         exit_report.watches.add(self)
 
