@@ -23,22 +23,22 @@ from optim import HALF_DTYPES
 from optim.adam import refuse_unknown_arguments
 from sharding import ShardStrategy, WireFormat, resolve_strategy
 
-CASTABLE_DTYPES = (torch.float32, *HALF_DTYPES)
-_DTYPES = (*CASTABLE_DTYPES, torch.float64)
-_NAMED_DTYPES = {
-    "fp32": torch.float32,
+# Names of dtypes in configs. The first ones are also those of the command line.
+SHORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    **SHORT_DTYPES,
     "float32": torch.float32,
     "float": torch.float32,
-    "fp16": torch.float16,
     "float16": torch.float16,
     "half": torch.float16,
-    "bf16": torch.bfloat16,
     "bfp16": torch.bfloat16,  # DeepSpeed's spelling in `communication_data_type`
     "bfloat16": torch.bfloat16,
     "fp64": torch.float64,
     "float64": torch.float64,
     "double": torch.float64,
 }
+CASTABLE_DTYPES = (torch.float32, *HALF_DTYPES)
+_DTYPES = (*CASTABLE_DTYPES, torch.float64)
 BUDGETS = ("device_memory", "model_data_memory", "host_memory")
 QUANTIZED = ("quantized_weights", "quantized_frozen_weights", "quantized_gradients")
 _WIRES = {bits: WireFormat(bits) for bits in (8, 4)}
@@ -585,7 +585,7 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 
 def dtype_named(name: str) -> torch.dtype | None:
     """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; None for other words."""
-    return _NAMED_DTYPES.get(name.removeprefix("torch.").lower())
+    return DTYPES.get(name.removeprefix("torch.").lower())
 
 
 def checked_dtype(name: str, dtype: DtypeLike | None, valid: tuple[torch.dtype, ...] = _DTYPES) -> torch.dtype | None:

@@ -27,6 +27,7 @@ from gemini.checkpoint.tensor_files import SUFFIX, OpenFiles, Part, TensorFile, 
 from gemini.checkpoint.values import dtype_named, name_of
 from gemini.errors import CheckpointError
 from gemini.optimizer.averages import AVERAGE
+from gemini.settings import SHORT_DTYPES
 from optim import HALF_DTYPES, round_master_
 
 INDEX = "model.safetensors.index.json"
@@ -148,15 +149,12 @@ def num_bytes(directory: str | os.PathLike[str], tag: str | None = None, dtype: 
     return sum(whole(fact.shape).numel * target.itemsize for fact, target in _targets(source, dtype))
 
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def _targets(source: SavedCheckpoint, dtype: str) -> Iterator[tuple[ParameterFact, torch.dtype]]:
-    if dtype not in (*_DTYPES, "own"):
-        raise ValueError(f"dtype must be one of own, {', '.join(_DTYPES)}, found {dtype!r}")
+    if dtype not in (*SHORT_DTYPES, "own"):
+        raise ValueError(f"dtype must be one of own, {', '.join(SHORT_DTYPES)}, found {dtype!r}")
     for fact in source.manifest.parameters:
         own = dtype_named(fact.dtype)
-        yield fact, _DTYPES.get(dtype, own) if own.is_floating_point else own
+        yield fact, SHORT_DTYPES.get(dtype, own) if own.is_floating_point else own
     for fact in source.manifest.buffers:
         yield fact, dtype_named(fact.dtype)
 

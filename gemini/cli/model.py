@@ -19,18 +19,16 @@ from torch.nn.parameter import is_lazy
 
 from gemini.cli.families import known
 from gemini.cli.hub import NotOnHub, config_of, is_hub_id
+from gemini.settings import SHORT_DTYPES
 
 # -- Dtypes as they are written on the command line.
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def dtype_option(name: str) -> torch.dtype | None:
     """The dtype that `--dtype` names; None for "own". Raises typer.BadParameter."""
-    if name not in (*DTYPES, "own"):
-        raise typer.BadParameter(f"must be one of own, {', '.join(DTYPES)}, found {name!r}", param_hint="--dtype")
-    return DTYPES.get(name)
+    if name not in (*SHORT_DTYPES, "own"):
+        raise typer.BadParameter(f"must be one of own, {', '.join(SHORT_DTYPES)}, found {name!r}", param_hint="--dtype")
+    return SHORT_DTYPES.get(name)
 
 
 # -- Settings by the names that they have on the command line, in texts that the library writes for Python.

@@ -8,8 +8,8 @@ import torch
 
 from gemini import HybridAdam, ShardedModel, ShardedOptimizer, TensorShardStrategy, state_hash
 from gemini.engine.config import Config, load_config
-from gemini.engine.config.key import OptimizerOnHostPolicy
 from gemini.engine.config.read import parse_json
+from gemini.placement.policies import OptimizerOnHostPolicy
 from tests.harness.on_ranks import on_ranks
 from tests.zoo.mlp import CHUNK_NUMEL, build, loss_of
 

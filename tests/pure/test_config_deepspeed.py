@@ -9,9 +9,10 @@ import torch
 from gemini import BudgetError, Settings, ShardedModel
 from gemini.engine.config import load_config
 from gemini.engine.config.deepspeed_keys import TABLE
-from gemini.engine.config.key import MappedTo, OptimizerOnHostPolicy
+from gemini.engine.config.key import MappedTo
 from gemini.errors import ConfigError
 from gemini.placement.demand import Kind, Tier
+from gemini.placement.policies import OptimizerOnHostPolicy
 from tests.zoo.mlp import CHUNK_NUMEL, build
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "configs"

@@ -16,11 +16,11 @@ from gemini.engine.config.key import (
     OTHER_PARALLELISM,
     PINNED,
     Count,
+    Effect,
     Key,
     MappedTo,
     NoEffect,
     Number,
-    OptimizerOnHostPolicy,
     Refused,
     Section,
     Table,
@@ -30,6 +30,7 @@ from gemini.engine.config.key import (
     none_if_zero,
 )
 from gemini.engine.config.read import Problem
+from gemini.placement.policies import OptimizerOnHostPolicy
 
 # -- The keys of DeepSpeed's `zero_optimization`, and what becomes of each here.
 
@@ -57,27 +58,36 @@ def _bits(number: int) -> Callable[[bool], int | None]:
     return lambda on: number if on else None
 
 
+def _zero(name: str, values: Any, effect: Effect, spellings: tuple[str, ...] = (), auto: str = "") -> Key:
+    return Key(f"zero_optimization.{name}", values, effect, spellings, auto)
+
+
+def _zero3(name: str, values: Any, effect: Effect, spellings: tuple[str, ...] = (), auto: str = "") -> Key:
+    """A key whose name also begins with "stage3_" in configs."""
+    return _zero(name, values, effect, (f"stage3_{name}", *spellings), auto)
+
+
 ZERO = [
-    Key("zero_optimization.stage", int, MappedTo("stage", note="a missing stage is 0")),
-    Key("zero_optimization.contiguous_gradients", bool, NoEffect("gradients are always stored in their chunk")),
-    Key("zero_optimization.reduce_scatter", bool, _ALWAYS),
-    Key("zero_optimization.reduce_bucket_size", Count, CHUNKS, auto="searched"),
-    Key("zero_optimization.use_multi_rank_bucket_allreduce", bool, _ALWAYS),
-    Key("zero_optimization.allgather_partitions", bool, NoEffect("shards of parameters are gathered by all-gather")),
-    Key("zero_optimization.allgather_bucket_size", Count, CHUNKS, auto="searched"),
-    Key(
-        "zero_optimization.overlap_comm",
+    _zero("stage", int, MappedTo("stage", note="a missing stage is 0")),
+    _zero("contiguous_gradients", bool, NoEffect("gradients are always stored in their chunk")),
+    _zero("reduce_scatter", bool, _ALWAYS),
+    _zero("reduce_bucket_size", Count, CHUNKS, auto="searched"),
+    _zero("use_multi_rank_bucket_allreduce", bool, _ALWAYS),
+    _zero("allgather_partitions", bool, _GATHERED),
+    _zero("allgather_bucket_size", Count, CHUNKS, auto="searched"),
+    _zero(
+        "overlap_comm",
         bool,
         NoEffect(
             "the last chunk is always reduced, and the next ones gathered or copied from the host, while others compute"
         ),
     ),
-    Key("zero_optimization.load_from_fp32_weights", bool, MappedTo("load_from_fp32_weights")),
-    Key("zero_optimization.elastic_checkpoint", bool, CHECKPOINTS),
-    Key("zero_optimization.sub_group_size", Count, CHUNKS),
-    Key("zero_optimization.cpu_offload_use_pin_memory", bool, PINNED),
-    Key(
-        "zero_optimization.prefetch_bucket_size",
+    _zero("load_from_fp32_weights", bool, MappedTo("load_from_fp32_weights")),
+    _zero("elastic_checkpoint", bool, CHECKPOINTS),
+    _zero("sub_group_size", Count, CHUNKS),
+    _zero("cpu_offload_use_pin_memory", bool, PINNED),
+    _zero3(
+        "prefetch_bucket_size",
         Count,
         MappedTo(
             "max_prefetch",
@@ -85,79 +95,53 @@ ZERO = [
             "0: nothing is fetched ahead. Any other number of elements: the next chunk is, where no chunk that is "
             "needed earlier has to leave for it",
         ),
-        ("stage3_prefetch_bucket_size",),
         auto="the plan decides",
     ),
-    Key(
-        "zero_optimization.param_persistence_threshold",
+    _zero3(
+        "param_persistence_threshold",
         Count,
         MappedTo(
             "param_persistence_threshold",
             note="without it none does; what else stays gathered follows from the budget, `device_memory`",
         ),
-        ("stage3_param_persistence_threshold",),
         auto="the memory budget decides",
     ),
-    Key(
-        "zero_optimization.model_persistence_threshold",
-        Count,
-        MappedTo("model_persistence_threshold"),
-        ("stage3_model_persistence_threshold",),
-    ),
-    Key(
-        "zero_optimization.max_live_parameters",
+    _zero3("model_persistence_threshold", Count, MappedTo("model_persistence_threshold")),
+    _zero3(
+        "max_live_parameters",
         Count,
         MappedTo(
             "max_live_parameters",
             note="of parameters in slots, paddings included; without it the budget alone decides, in bytes",
         ),
-        ("stage3_max_live_parameters",),
     ),
-    Key(
-        "zero_optimization.max_reuse_distance",
-        Count,
-        NoEffect("the chunk whose next use is farthest away leaves first"),
-        ("stage3_max_reuse_distance",),
-    ),
-    Key(
-        "zero_optimization.gather_16bit_weights_on_model_save",
+    _zero3("max_reuse_distance", Count, NoEffect("the chunk whose next use is farthest away leaves first")),
+    _zero3(
+        "gather_16bit_weights_on_model_save",
         bool,
         NoEffect("`state_dict()` always has whole weights"),
-        ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+        spellings=("stage3_gather_fp16_weights_on_model_save",),
         auto="always gathered",
     ),
-    Key(
-        "zero_optimization.module_granularity_threshold",
+    _zero3(
+        "module_granularity_threshold",
         Count,
         NoEffect("an operator's parameters are fetched together; set_leaf_module joins more"),
-        ("stage3_module_granularity_threshold",),
     ),
-    Key(
-        "zero_optimization.use_all_reduce_for_fetch_params",
-        bool,
-        _GATHERED,
-        ("stage3_use_all_reduce_for_fetch_params",),
-    ),
-    Key("zero_optimization.allgather_sequential", bool, CHUNKS, ("stage3_allgather_sequential",)),
-    Key(
-        "zero_optimization.partition_stream_chunk_size",
+    _zero3("use_all_reduce_for_fetch_params", bool, _GATHERED),
+    _zero3("allgather_sequential", bool, CHUNKS),
+    _zero3(
+        "partition_stream_chunk_size",
         Count,
         NoEffect("while a model is built, no rank has more than one operator whole"),
-        ("stage3_partition_stream_chunk_size",),
     ),
-    Key("zero_optimization.ignore_unused_parameters", bool, MappedTo("ignore_unused_parameters", note="at all stages")),
-    Key("zero_optimization.legacy_stage1", bool, NoEffect("there is one stage 1")),
-    Key("zero_optimization.round_robin_gradients", bool, NoEffect("each rank moves only its own shard of a gradient")),
-    Key(
-        "zero_optimization.compute_grad_norm",
-        bool,
-        NoEffect("every step computes the norm"),
-    ),
-    Key(
-        "zero_optimization.parameter_alignment", bool, NoEffect("every parameter starts at a multiple of 256 elements")
-    ),
-    Key(
-        "zero_optimization.zero_hpz_partition_size",
+    _zero("ignore_unused_parameters", bool, MappedTo("ignore_unused_parameters", note="at all stages")),
+    _zero("legacy_stage1", bool, NoEffect("there is one stage 1")),
+    _zero("round_robin_gradients", bool, NoEffect("each rank moves only its own shard of a gradient")),
+    _zero("compute_grad_norm", bool, NoEffect("every step computes the norm")),
+    _zero("parameter_alignment", bool, NoEffect("every parameter starts at a multiple of 256 elements")),
+    _zero(
+        "zero_hpz_partition_size",
         Whole,
         MappedTo(
             "secondary_group_size",
@@ -165,49 +149,41 @@ ZERO = [
             note="consecutive ranks; `0` and `1`: there are no secondary shards",
         ),
     ),
-    Key(
-        "zero_optimization.zero_quantized_weights",
+    _zero(
+        "zero_quantized_weights",
         bool,
         MappedTo("quantized_weights", by=_bits(8), note="true: 8 bits, in blocks of 256 elements, at stage 3"),
     ),
-    Key(
-        "zero_optimization.zero_quantized_nontrainable_weights",
+    _zero(
+        "zero_quantized_nontrainable_weights",
         bool,
         MappedTo("quantized_frozen_weights", by=_bits(8), note="true: 8 bits where they travel; they rest as they are"),
     ),
-    Key(
-        "zero_optimization.zero_quantized_gradients",
+    _zero(
+        "zero_quantized_gradients",
         bool,
         MappedTo("quantized_gradients", by=_bits(4), note="true: 4 bits, at every stage, of one-dimensional ones too"),
     ),
-    Key("zero_optimization.zeropp_loco_param", Section, Refused(_LOCO, ({},))),
-    Key("zero_optimization.zenflow", Section, Refused("updates that lag behind would change the result", ({},))),
-    Key(
-        "zero_optimization.mics_shard_size",
+    _zero("zeropp_loco_param", Section, Refused(_LOCO, ({},))),
+    _zero("zenflow", Section, Refused("updates that lag behind would change the result", ({},))),
+    _zero(
+        "mics_shard_size",
         Whole,
         MappedTo("shard_group_size", by=_group_of, note="consecutive ranks; `-1` and `0`: all ranks are one group"),
     ),
-    Key(
-        "zero_optimization.mics_hierarchical_params_gather",
+    _zero(
+        "mics_hierarchical_params_gather",
         bool,
         NoEffect("parameters are gathered inside a group by one launch; give a group no more ranks than a node has"),
     ),
-    Key("zero_optimization.memory_efficient_linear", bool, NoEffect("backward fetches the weights that it needs")),
-    Key("zero_optimization.pipeline_loading_checkpoint", bool, _FROM_FILE),
-    Key(
-        "zero_optimization.override_module_apply",
-        bool,
-        NoEffect("Module.apply works while a model is built; rank 0's values win"),
-    ),
-    Key("zero_optimization.log_trace_cache_warnings", bool, NoEffect("the order of use is recorded at every step")),
-    Key("zero_optimization.enable_sanity_checks", bool, NoEffect("ranks always compare what they gather and reduce")),
-    Key(
-        "zero_optimization.save_muon_momentum_buffer_in_memory",
-        bool,
-        NoEffect("it rests as all states do"),
-    ),
-    Key(
-        "zero_optimization.leaf_module",
+    _zero("memory_efficient_linear", bool, NoEffect("backward fetches the weights that it needs")),
+    _zero("pipeline_loading_checkpoint", bool, _FROM_FILE),
+    _zero("override_module_apply", bool, NoEffect("Module.apply works while a model is built; rank 0's values win")),
+    _zero("log_trace_cache_warnings", bool, NoEffect("the order of use is recorded at every step")),
+    _zero("enable_sanity_checks", bool, NoEffect("ranks always compare what they gather and reduce")),
+    _zero("save_muon_momentum_buffer_in_memory", bool, NoEffect("it rests as all states do")),
+    _zero(
+        "leaf_module",
         Section,
         Refused("name leaf modules by gemini.set_leaf_module(model, classes) before wrapping", ({},)),
     ),

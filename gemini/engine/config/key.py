@@ -1,4 +1,4 @@
-"""What a key of a config becomes: a setting of ours, a schedule, nothing, or a refusal."""
+"""What a key of a config becomes: a setting of ours, nothing, or a refusal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from pydantic import (
 from torch import nn
 
 from gemini.engine.config.read import KeyPath, Problem, nearest, problems_of, unknown_key
-from gemini.placement.demand import Demand, Placement
-from gemini.placement.policies import FRACTIONS, StaticPolicy, resolve_policy
-from gemini.placement.policy import spend_rest
+from gemini.placement.policies import FRACTIONS
 from gemini.settings import COUNTS, QUANTIZED, Settings
 from gemini.settings import dtype_named as dtype_of_name
 
@@ -140,6 +138,9 @@ class Refused:
         return value in self.unless if isinstance(self.unless, tuple) else self.unless(value)
 
 
+Effect = MappedTo | NoEffect | Refused
+
+
 @dataclass(frozen=True)
 class Key:
     """One row of a table.
@@ -154,7 +155,7 @@ class Key:
 
     path: str
     values: Any
-    effect: MappedTo | NoEffect | Refused
+    effect: Effect
     spellings: tuple[str, ...] = ()
     auto: str = ""
 
@@ -307,43 +308,3 @@ def _apply(key: Key, path: KeyPath, value: Any, result: Translation) -> None:
         target = tuple(path[-1] if part == "*" else part for part in effect.to.split("."))
         if mapped is not None:
             result.put(target, mapped, path)
-
-
-# -- Where states rest if a config asks for the optimizer's on the host (DeepSpeed's `offload_optimizer`).
-
-
-def offloads_params(policy: object) -> bool:
-    """A config's policy puts all parameters onto the host."""
-    return policy == "cpu" or (isinstance(policy, OptimizerOnHostPolicy) and policy.offloads_params)
-
-
-@dataclass(frozen=True)
-class OptimizerOnHostPolicy:
-    """Optimizer state, masters and gradients rest on the host, where the update runs; parameters on the device.
-
-    Where the device has no room for the rest, the placement is that of "auto", or of "cpu" with parameters on the host.
-
-    Args:
-        ratio: of the bytes of masters and moments, from the last chunk on. The rest is updated on the device.
-        offloads_params: parameters rest on the host, too.
-    """
-
-    ratio: float = 1.0
-    offloads_params: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name with the ratio, so that ranks with different ratios have different plan hashes."""
-        words = [f"ratio={self.ratio}"] if self.ratio < 1 else []
-        words += ["offloads_params"] if self.offloads_params else []
-        return f"optimizer_on_host({', '.join(words)})" if words else "optimizer_on_host"
-
-    def place(self, demand: Demand, budget_bytes: int | None) -> Placement:
-        """Raises BudgetError where "auto" or "cpu" does."""
-        policy = StaticPolicy(offload_optim_frac=self.ratio, offload_param_frac=float(self.offloads_params))
-        # No budget is given: a placement that does not fit is no error yet, since another policy follows.
-        placement = policy.place(demand, None)
-        if budget_bytes is not None and placement.device_bytes(demand) > budget_bytes:
-            return resolve_policy("cpu" if self.offloads_params else "auto").place(demand, budget_bytes)
-        # What the budget leaves becomes slots, which save fetches.
-        return spend_rest(demand, placement, budget_bytes)

@@ -15,13 +15,13 @@ from gemini.deepspeed.comm import init_distributed
 from gemini.deepspeed.parameters import mark
 from gemini.elsewhere import refusing
 from gemini.engine.config import Config, load_config
-from gemini.engine.config.key import offloads_params
 from gemini.engine.initialize import Source, agreed_config
 from gemini.errors import ConfigError
 from gemini.launch import ranks_of
 from gemini.log import warn_at_script
 from gemini.model.plain import GatheredParameters
 from gemini.model.tiled import TiledLinear
+from gemini.placement.policies import offloads_params
 
 __all__ = [
     "GatheredParameters",

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from gemini.elsewhere import refusing
-from gemini.engine.config.key import OptimizerOnHostPolicy
 from gemini.model.estimate import estimate_memory, num_parameters_of
 from gemini.placement.demand import Kind
+from gemini.placement.policies import OptimizerOnHostPolicy
 
 __all__ = ["estimate_zero3_model_states_mem_needs_all_cold", "estimate_zero3_model_states_mem_needs_all_live"]
 
