@@ -25,7 +25,7 @@ from sharding import ShardStrategy, WireFormat, resolve_strategy
 
 # Names of dtypes in configs. The first ones are also those of the command line.
 SHORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES = {
+_DTYPES_BY_NAME = {
     **SHORT_DTYPES,
     "float32": torch.float32,
     "float": torch.float32,
@@ -585,7 +585,7 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 
 def dtype_named(name: str) -> torch.dtype | None:
     """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; None for other words."""
-    return DTYPES.get(name.removeprefix("torch.").lower())
+    return _DTYPES_BY_NAME.get(name.removeprefix("torch.").lower())
 
 
 def checked_dtype(name: str, dtype: DtypeLike | None, valid: tuple[torch.dtype, ...] = _DTYPES) -> torch.dtype | None:
