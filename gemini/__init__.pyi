@@ -57,6 +57,7 @@ from gemini.monitor.readings import MemoryReading as MemoryReading
 from gemini.observe import Move as Move
 from gemini.observe import Observer as Observer
 from gemini.optimizer.averages import Ema as Ema
+from gemini.optimizer.muon import Muon as Muon
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 from gemini.optimizer.state_dict import state_hash as state_hash
 from gemini.optimizer.whole_tensor import per_tensor as per_tensor

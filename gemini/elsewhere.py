@@ -242,7 +242,6 @@ _OF_TORCH = {
     "set_reshard_after_forward": _FROM_BUDGET,
     "set_reshard_after_backward": _FROM_BUDGET,
     "set_unshard_in_backward": _FROM_BUDGET,
-    "set_requires_all_reduce": _WINDOW,
     "set_is_last_backward": _WINDOW,
     "set_gradient_divide_factor": _MEAN,
     "set_reduce_scatter_divide_factor": _MEAN,

@@ -137,6 +137,11 @@ def torn(words: str) -> GeminiError:
     )
 
 
+def of_closed_optimizer(what: str) -> GeminiError:
+    """The error for what comes after the `close()` of a model's optimizer. what: was called."""
+    return GeminiError(f"{what} of an optimizer that was closed: use the model's present one")
+
+
 def closed(use: str = "") -> GeminiError:
     """The error for what comes after the model's `close()`. use: what it needs, in words."""
     why = f" ({use})" if use else ""

@@ -25,7 +25,7 @@ from sharding import ShardStrategy, WireFormat, resolve_strategy
 
 # Names of dtypes in configs. The first ones are also those of the command line.
 SHORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES = {
+_DTYPES_BY_NAME = {
     **SHORT_DTYPES,
     "float32": torch.float32,
     "float": torch.float32,
@@ -66,6 +66,7 @@ class Emulation(Protocol):
 
 
 Device = int | str | torch.device | Emulation | None
+DtypeLike = torch.dtype | str
 Weights = torch.dtype | Mapping[type[nn.Module] | str, torch.dtype | None] | None
 
 
@@ -86,15 +87,16 @@ class Options(TypedDict, total=False):
     max_live_parameters: int | None
     shard_group_size: int | None
     secondary_group_size: int | None
+    optimizer_shard: str
     ignored_parameters: Collection[str]
     max_prefetch: int | None
     deferred_update: bool | None
     update_in_backward: bool
     gradient_accumulation_steps: int | None
     reuse_fp16_shard: bool
-    dtype: Weights
-    reduce_dtype: torch.dtype | None
-    accumulate_dtype: torch.dtype | None
+    dtype: DtypeLike | Mapping[type[nn.Module] | str, DtypeLike | None] | None
+    reduce_dtype: DtypeLike | None
+    accumulate_dtype: DtypeLike | None
     quantized_weights: int | None
     quantized_frozen_weights: int | None
     quantized_gradients: int | None
@@ -135,6 +137,7 @@ class SettingFields:
     max_live_parameters: int | None = None
     shard_group_size: int | None = None
     secondary_group_size: int | None = None
+    optimizer_shard: str = "group"
     ignored_parameters: Collection[str] = ()
     max_prefetch: int | None = None
     deferred_update: bool | None = None
@@ -195,6 +198,12 @@ class Settings(SettingFields):
             micro-batches, is from these ranks alone. Weights that do not change are gathered from all ranks once. A
             rank holds 1/size of the weights more. At other stages, and for weights that persist or are written to in
             forwards (`max_norm`), it has no effect. Results do not change. None: there is no second copy.
+        optimizer_shard: "all": masters and optimizer state are divided over all ranks of all groups; "group": within
+            each. With "all", at stage 3 with `shard_group_size` (or a `device_mesh` of two dimensions), a group holds
+            weights and gradients once. A step then has one exchange of gradients between groups, however many backwards
+            it has, and one gather of its new weights. A rank holds its part of the weights once more, beside those of
+            its group. Other stages, `update_in_backward`, `secondary_group_size`, `reuse_fp16_shard`, quantised
+            exchanges and a `ZeroInitContext` cannot go with it. Without groups it has no effect.
         ignored_parameters: names of parameters (shell patterns, as "head.*") that are left alone: in no chunk, on the
             device and in the dtype in which they are, with each rank's own values and gradients, neither reduced nor
             clipped. An optimizer of their own trains them.
@@ -216,8 +225,9 @@ class Settings(SettingFields):
             sums of 16-bit gradients, 4 bytes a parameter, beside the gradients. 1: they take it beside the plan, from
             the second backward of a step on, and on the host where the device is full. None: as 1, until steps have
             shown how many they have; another plan follows then. Under `host_memory` or with a disk, None also keeps
-            room on the host for a second backward of a step, or training is refused; 1 says that there is none. Results
-            do not change.
+            room on the host for a second backward of a step, or training is refused; 1 says that there is none. With
+            replicas, more than 1 leaves the exchange with them to the step for all backwards; without it the first one
+            exchanges at once. Otherwise results do not change.
         reuse_fp16_shard: whether the reduced gradient is stored in the memory of the 16-bit parameter, which the step
             makes again from its fp32 master. The bits are the same, and fp16 weights take 2 bytes per parameter less.
             bf16 weights have split masters without it, which take no more (but for stage 1 on several ranks). A chunk
@@ -225,11 +235,11 @@ class Settings(SettingFields):
             views, gets gradient memory of its own from then on, on the host where the device is full. The plan has it
             where it knows of several micro-batches. At stages 1 and 2 a chunk of several units has it anyway.
         dtype: dtype of the weights in chunks, or one by module; bf16 and fp16 ones keep fp32 masters. None: the
-            module's own. By module: {torch.nn.LayerNorm: torch.float32, "head.*": None, "*": torch.bfloat16}, with
-            classes and names (shell patterns) as keys. The innermost module that a key chooses decides for all that it
-            contains, the first such key for it, "*" for the rest. A module that a key but "*" chose gets floating-point
-            inputs in its dtype; what it returns in that has the first one's dtype again (without one: that of "*").
-            Buffers keep their dtypes.
+            module's own. "bf16" names torch.bfloat16. By module: {torch.nn.LayerNorm: torch.float32, "head.*": None,
+            "*": torch.bfloat16}, with classes and names (shell patterns) as keys. The innermost module that a key
+            chooses decides for all that it contains, the first such key for it, "*" for the rest. A module that a key
+            but "*" chose gets floating-point inputs in its dtype; what it returns in that has the first one's dtype
+            again (without one: that of "*"). Buffers keep their dtypes.
         reduce_dtype: dtype in which gradients travel between ranks: each rank's is cast before the exchange. None: its
             own. Whatever travels, the mean over ranks is made in fp32 and rounded once.
         accumulate_dtype: dtype in which reduced gradients rest and micro-batches are added up, from the first on. None:
@@ -297,7 +307,8 @@ class Settings(SettingFields):
         refuse_unknown_arguments(owner, [name for name in options if name not in valid], [*valid, *others])
         if settings is not None and not isinstance(settings, Settings):
             raise TypeError(f"settings must be a Settings or None, found {type(settings).__name__}")
-        settings = replace(settings or Settings(), **options)
+        given: dict[str, Any] = {**options}  # of wider types: a dtype may be a name, which a field never is
+        settings = replace(settings or Settings(), **given)
         return settings if shard_strategy is None else replace(settings, shard_strategy=shard_strategy)
 
     @property
@@ -333,10 +344,13 @@ class Settings(SettingFields):
                 f"shard_group_size={size} does not divide {world_size} ranks into groups: give a divisor of "
                 f"{world_size}, or start a multiple of {size} ranks"
             )
+        # Groups of one rank divide no weights and no gradients: with optimizer states over all ranks that is stage 1.
+        if size == 1 and world_size > 1 and self.optimizer_shard == "all":
+            return replace(self, stage=1, shard_group_size=None, optimizer_shard="group")
         # Groups of one rank shard nothing: that is what stage 0 does, with all ranks as replicas.
         if size == 1 and world_size > 1:
             return replace(self, stage=0, shard_group_size=None)
-        return replace(self, shard_group_size=None) if size == world_size else self
+        return replace(self, shard_group_size=None, optimizer_shard="group") if size == world_size else self
 
     def _with_secondary(self, world_size: int) -> Settings:
         size, num_shards = self.secondary_group_size, self.num_shards(world_size)
@@ -351,8 +365,13 @@ class Settings(SettingFields):
         return replace(self, secondary_group_size=None) if size == num_shards or self.stage < 3 else self
 
     def num_shards(self, world_size: int) -> int:
-        """Ranks of one group, of `world_size` in all. Local; raises nothing after `over`."""
-        return self.shard_group_size or world_size
+        """Ranks that share everything, of `world_size` in all. Local; raises nothing after `over`."""
+        return world_size if self.optimizer_shard == "all" else self.shard_group_size or world_size
+
+    @property
+    def num_in_group(self) -> int | None:
+        """Ranks that share weights and gradients while all ranks share optimizer states. None: they share all alike."""
+        return self.shard_group_size if self.optimizer_shard == "all" else None
 
     def gathers(self, world_size: int) -> bool:
         """Parameters are gathered from other ranks. Local; raises nothing."""
@@ -475,6 +494,7 @@ class Settings(SettingFields):
                 f"update_in_backward=True uses the gradients of each backward at once, and "
                 f"gradient_accumulation_steps={steps} adds up several: leave one of the two out"
             )
+        self._check_optimizer_shard()
         for name in QUANTIZED:
             bits = getattr(self, name)
             if bits is not None and (not _is_int(bits) or bits not in _WIRES):
@@ -506,17 +526,40 @@ class Settings(SettingFields):
             if not isinstance(value, bool) and not (or_none and value is None):
                 raise TypeError(f"{name} must be True or False{', or None' * or_none}, found {value!r}")
 
+    def _check_optimizer_shard(self) -> None:
+        if self.optimizer_shard not in ("group", "all"):
+            raise ValueError(f"optimizer_shard must be 'group' or 'all', found {self.optimizer_shard!r}")
+        if self.optimizer_shard == "group":
+            return
+        if self.stage != 3:
+            raise ValueError(
+                f"optimizer_shard='all' divides optimizer states over all ranks beside weights in groups, found "
+                f"stage={self.stage}: give stage=3, or leave shard_group_size= out, where stages 1 and 2 do that"
+            )
+        others = {
+            "update_in_backward": self.update_in_backward,
+            "secondary_group_size": self.secondary_group_size is not None,
+            "reuse_fp16_shard": self.reuse_fp16_shard,
+            **{name: getattr(self, name) is not None for name in QUANTIZED},
+        }
+        for name, is_given in others.items():
+            if is_given:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} cannot go with optimizer_shard='all': leave one of the two out"
+                )
+
     def _check_dtypes(self) -> None:
         if isinstance(self.dtype, Mapping):
-            for key, value in self.dtype.items():
+            for key in self.dtype:
                 if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, nn.Module)):
                     raise TypeError(f"dtype={{...}} has module classes and names of modules as keys, found {key!r}")
-                check_dtype(f"dtype of {key!r}", value)
-            object.__setattr__(self, "dtype", dict(self.dtype))  # a later change of the user's mapping changes nothing
+            # A copy: a later change of the user's mapping changes nothing.
+            weights = {key: checked_dtype(f"dtype of {key!r}", value) for key, value in self.dtype.items()}
+            object.__setattr__(self, "dtype", weights)
         else:
-            check_dtype("dtype", self.dtype)
-        check_dtype("reduce_dtype", self.reduce_dtype, CASTABLE_DTYPES)
-        check_dtype("accumulate_dtype", self.accumulate_dtype, CASTABLE_DTYPES)
+            object.__setattr__(self, "dtype", checked_dtype("dtype", self.dtype))
+        for name in ("reduce_dtype", "accumulate_dtype"):
+            object.__setattr__(self, name, checked_dtype(name, getattr(self, name), CASTABLE_DTYPES))
         if self.reuse_fp16_shard and self.accumulate_dtype is torch.float32:
             raise ValueError(
                 "reuse_fp16_shard=True keeps 16-bit gradients where 16-bit parameters were; with "
@@ -546,12 +589,17 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
     return found
 
 
-def check_dtype(name: str, dtype: torch.dtype | None, valid: tuple[torch.dtype, ...] = _DTYPES) -> None:
-    """Raises ValueError unless weights can be of this dtype."""
-    if dtype is not None and dtype not in valid:
-        meant = DTYPES.get(str(dtype).removeprefix("torch."))
-        advice = f": write {meant}" if meant in valid else ""
-        raise ValueError(f"{name} must be None or one of {', '.join(map(str, valid))}, found {dtype!r}{advice}")
+def dtype_named(name: str) -> torch.dtype | None:
+    """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; None for other words."""
+    return _DTYPES_BY_NAME.get(name.removeprefix("torch.").lower())
+
+
+def checked_dtype(name: str, dtype: DtypeLike | None, valid: tuple[torch.dtype, ...] = _DTYPES) -> torch.dtype | None:
+    """The dtype itself, or the one that a string names. Raises ValueError unless weights can be of this dtype."""
+    found = dtype_named(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and found not in valid:
+        raise ValueError(f"{name} must be None or one of {', '.join(map(str, valid))}, found {dtype!r}")
+    return found
 
 
 def check_device(name: str, device: Device) -> None:

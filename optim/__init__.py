@@ -12,6 +12,7 @@ from optim.cpu_extension import num_threads, set_num_threads
 from optim.dispatch import accumulate_sum_of_squares_, prepare, update_pieces
 from optim.formats import (
     BF16,
+    BF16_STOCHASTIC,
     EIGHT_BIT,
     FORMATS,
     FP32,
@@ -58,6 +59,7 @@ __all__ = [
     "StateLayout",
     "StoredRun",
     "FORMATS",
+    "BF16_STOCHASTIC",
     "FP32",
     "BF16",
     "EIGHT_BIT",

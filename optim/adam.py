@@ -20,7 +20,15 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from optim.dispatch import update_pieces
 from optim.formats import FORMATS, FP32, StateFormat, checked_bits, format_named, format_of_tensor
-from optim.piece import BLOCK, HALF_DTYPES, AdamPiece, adam_scalars
+from optim.piece import (
+    BLOCK,
+    HALF_DTYPES,
+    AdamPiece,
+    adam_scalars,
+    in_memory_order,
+    is_dense,
+    write_in_memory_order,
+)
 
 # -- Adam's hyperparameters: their valid values, and the errors for others.
 #
@@ -137,10 +145,11 @@ class HybridAdam(Optimizer):
         adamw_mode: True decouples the weight decay (AdamW); False adds it to the gradient (Adam with L2).
         bias_correction: whether moments are corrected for their start at zero.
         maximize: whether to ascend.
-        state_dtype: of both moments: None or torch.float32; torch.bfloat16, rounded to nearest even; or "8bit", of
-            tensors of at least 4,096 elements (blockwise dynamic quantisation). The last two are approximations, and
-            the same bits wherever states rest. A param group's `optim_bits` (8 or 32) overrides it for its tensors. A
-            `ShardedOptimizer` keeps embeddings in 32 bits whose group says nothing; here no module is known.
+        state_dtype: of both moments: None or torch.float32; torch.bfloat16, rounded to nearest even; and of tensors of
+            at least 4,096 elements "bf16_stochastic", rounded at random without bias, or "8bit" (blockwise dynamic
+            quantisation). All but fp32 are approximations, and the same bits wherever states rest. A param group's
+            `optim_bits` (8 or 32) overrides it for its tensors. A `ShardedOptimizer` keeps embeddings in 32 bits, if
+            it is "8bit" and their group says nothing; here no module is known.
         nvme_offload_fraction: of masters and moments, on the disk; Colossal-AI's name. A sharded model rests there as
             after `ShardedModel(..., disk_path=, disk_optim_frac=)`. A plain model's states stay where they are.
         nvme_offload_dir: the folder for it.
@@ -247,18 +256,24 @@ class HybridAdam(Optimizer):
             _keep_in(its, state, name, parameter)
         is_half = parameter.dtype in HALF_DTYPES
         if is_half and "master" not in state:
-            # Contiguous, because the update works on flat views of it.
-            state["master"] = parameter.detach().float().contiguous()
+            # In one piece, because the update works on flat views of it.
+            state["master"] = _like(parameter, torch.float32).copy_(parameter.detach())
         updated = [state["master"] if is_half else parameter, state["exp_avg"], state["exp_avg_sq"]]
         updated += [parameter] if is_half else []
-        weight, exp_avg, exp_avg_sq, *half = flats = [_flat(tensor) for tensor in updated]
+        weight, exp_avg, exp_avg_sq, *half = flats = [in_memory_order(tensor.detach(), parameter) for tensor in updated]
         assert parameter.grad is not None
-        scales = (state.get(f"{name}_scale") for name in MOMENTS)
         piece = AdamPiece(
-            weight, _flat(parameter.grad), exp_avg, exp_avg_sq, half[0] if half else None, None, None, *scales
+            weight,
+            in_memory_order(parameter.grad.detach(), parameter),
+            exp_avg,
+            exp_avg_sq,
+            half[0] if half else None,
+            exp_avg_scale=state.get("exp_avg_scale"),
+            exp_avg_sq_scale=state.get("exp_avg_sq_scale"),
+            draws=its.draws(int(state["step"]) + 1, 0),
         )
         piece.check()
-        return _Update(state, piece, list(zip(updated, flats, strict=True)))
+        return _Update(state, piece, parameter, list(zip(updated, flats, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of `torch.optim.AdamW`, moments in fp32. Local.
@@ -354,25 +369,44 @@ class CPUAdam(HybridAdam):
 def _keep_in(its: StateFormat, state: dict[str, Any], name: str, parameter: Tensor) -> None:
     """Have the moment of a plain parameter in this format: made of zeros, or of what a state dict has loaded."""
     stored = state.get(name)
-    if stored is not None and stored.dtype is its.dtype:
+    if stored is not None and stored.dtype is its.dtype and (not its.has_scales or _lies_like(stored, parameter)):
         return
-    fresh = torch.zeros(parameter.shape, dtype=its.dtype, device=parameter.device)
+    fresh = _like(parameter, its.dtype).zero_()
     scales = None
     if its.has_scales:
         scales = torch.zeros(-(-parameter.numel() // BLOCK), dtype=torch.float32, device=parameter.device)
     if stored is not None:
-        its.write(fresh.view(-1), scales, name, _wide(state, name).view(-1))
+        wide = in_memory_order(_wide(state, name), parameter)
+        its.write(in_memory_order(fresh, parameter), scales, name, wide)
     state.pop(f"{name}_scale", None)
     state[name] = fresh
     if scales is not None:
         state[f"{name}_scale"] = scales
 
 
+def _like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a state whose elements lie in the order of the parameter's, as those of a chunk do.
+
+    Blocks of 8-bit moments follow it: in another order of a channels_last weight they would hold other elements.
+    """
+    if is_dense(parameter):
+        return torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+    return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+
+
+def _lies_like(stored: Tensor, parameter: Tensor) -> bool:
+    """Whether a moment's blocks hold elements that are side by side in the parameter's memory, which may be another."""
+    return stored.stride() == parameter.stride() if is_dense(parameter) else stored.is_contiguous()
+
+
 def _wide(state: dict[str, Any], name: str) -> Tensor:
     """A moment in fp32."""
     stored = state[name]
     its = next(each for each in FORMATS.values() if each.dtype is stored.dtype)
-    return its.read(_flat(stored), state.get(f"{name}_scale"), name).view(stored.shape)
+    wide = torch.empty_like(stored, dtype=torch.float32)
+    values = its.read(in_memory_order(stored, stored), state.get(f"{name}_scale"), name)
+    write_in_memory_order(wide, stored, values)
+    return wide
 
 
 def _in_fp32(entry: dict[str, Any]) -> dict[str, Any]:
@@ -386,16 +420,11 @@ class _Update(NamedTuple):
 
     state: dict[str, Any]
     piece: AdamPiece
-    flats: list[tuple[Tensor, Tensor]]  # (updated tensor, its `_flat`)
+    parameter: Tensor
+    flats: list[tuple[Tensor, Tensor]]  # (updated tensor, its elements in the order of the parameter's memory)
 
     def finish(self) -> None:
-        """Copy the flat copies of non-contiguous tensors back, and count the step."""
+        """Copy what the update has worked on in copies back, and count the step."""
         for tensor, flat in self.flats:
-            if not tensor.is_contiguous():
-                tensor.detach().copy_(flat.view(tensor.shape))
+            write_in_memory_order(tensor.detach(), self.parameter, flat)
         self.state["step"] += 1
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Flatten to (numel,), contiguous: a view of a contiguous tensor, else a copy."""
-    return tensor.detach().contiguous().view(-1)

@@ -15,6 +15,7 @@ from optim.reference import dynamic_map
 _GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the numbers in csrc/adam.h
 _LAYOUTS = ("whole", "whole, bf16", "whole, fp16", "split")  # in the order of csrc/adam.h
 _MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # likewise
+_DRAWN_MOMENTS = 3  # bf16 that is rounded stochastically
 
 
 def is_available() -> bool:
@@ -59,15 +60,18 @@ def _rows(piece: AdamPiece) -> list[tuple[int, ...]]:
     if piece.weight.device.type != "cpu":
         raise ValueError(f"weight must be in host memory, found {piece.weight.device}")
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in piece[:6]]
-    kinds = _GRAD_TYPES[piece.grad.dtype], _LAYOUTS.index(piece.layout), _MOMENTS[piece.exp_avg.dtype]
+    moments = _MOMENTS[piece.exp_avg.dtype] if piece.draws is None else _DRAWN_MOMENTS
+    kinds = _GRAD_TYPES[piece.grad.dtype], _LAYOUTS.index(piece.layout), moments
+    key, first = piece.draws or (0, 0)
     scales = [0 if tensor is None else tensor.data_ptr() for tensor in (piece.exp_avg_scale, piece.exp_avg_sq_scale)]
-    whole, spans = (*addresses, piece.weight.numel(), *kinds, *scales), piece.spans
+    whole, spans = (*addresses, piece.weight.numel(), *kinds, *scales, key, first), piece.spans
     if spans is None:
         return [whole]
 
     def cut() -> list[tuple[int, ...]]:
         # The address of an absent tensor is 0 and stays 0, because its size is 0. Behind the six addresses `whole` has
-        # the number of elements, which the span's replaces, what the piece's tensors are, and the addresses of scales.
+        # the number of elements, which the span's replaces, what the piece's tensors are, the addresses of scales, and
+        # whence its random numbers come.
         sizes = [0 if tensor is None else tensor.itemsize for tensor in piece[:6]]
         return [
             (
@@ -75,6 +79,8 @@ def _rows(piece: AdamPiece) -> list[tuple[int, ...]]:
                 numel,
                 *kinds,
                 *(each and each + start // BLOCK * 4 for each in scales),
+                key,
+                first + start,
             )
             for start, numel in spans
         ]

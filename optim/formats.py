@@ -1,9 +1,11 @@
 """Formats of optimizer state: how many bytes a block of 256 elements takes, and how it is read and written.
 
-A format belongs to a tensor, and its blocks begin with the tensor. Every tensor starts, and every shard ends, on a
-multiple of 256 elements, so no block is on two ranks, in two chunks or in two shares of a thread, and no bit of a state
-depends on where it rests. Everyone but a kernel sees fp32: state dicts, `safe_get_*` and the user's edits are read and
-written by `StateFormat.read` and `write`. A checkpoint has the bytes themselves.
+A format belongs to a state of a tensor, and the optimizer that updates the tensor says which: `exp_avg` may have 8 bits
+beside an average of the weights in fp32, and beside another optimizer's momentum. Its blocks begin with the tensor.
+Every tensor starts, and every shard ends, on a multiple of 256 elements, so no block is on two ranks, in two chunks or
+in two shares of a thread, and no bit of a state depends on where it rests. Everyone but a kernel sees fp32: state
+dicts, `safe_get_*` and the user's edits are read and written by `StateFormat.read` and `write`. A checkpoint has the
+bytes themselves.
 
 `StateLayout` says where the tensors of a shard have their blocks in the memory of one state.
 """
@@ -12,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from optim.piece import BLOCK
-from optim.reference import dequantize_, quantize_, to_bfloat16_even_
+from optim.piece import BLOCK, Draws
+from optim.reference import dequantize_, key_of_draws, quantize_, to_bfloat16_even_
 
 _SCALE_BYTES = 4
 
@@ -32,16 +33,22 @@ class StateFormat:
         name: for errors, checkpoints and words.
         dtype: of the stored elements.
         has_scales: whether each block has an fp32 scale beside its elements.
+        seed: of the random numbers with which updates round bf16 elements stochastically. None: to nearest even.
     """
 
     name: str
     dtype: torch.dtype
     has_scales: bool = False
+    seed: int | None = None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block of `BLOCK` elements, its scale included."""
         return BLOCK * self.dtype.itemsize + (_SCALE_BYTES if self.has_scales else 0)
+
+    def draws(self, step: int, first: int) -> Draws | None:
+        """The random numbers of update number `step` for elements from place `first` of their tensor on."""
+        return None if self.seed is None else Draws(key_of_draws(self.seed, step), first)
 
     def read(self, stored: Tensor, scales: Tensor | None, name: str, first: int = 0) -> Tensor:
         """(numel,) fp32: what stored elements mean. It may be `stored` itself.
@@ -70,10 +77,12 @@ class StateFormat:
 FP32 = StateFormat("fp32", torch.float32)
 BF16 = StateFormat("bf16", torch.bfloat16)
 EIGHT_BIT = StateFormat("8bit", torch.uint8, has_scales=True)
-FORMATS = {each.name: each for each in (FP32, BF16, EIGHT_BIT)}
+BF16_STOCHASTIC = StateFormat("bf16_stochastic", torch.bfloat16, seed=0)
+FORMATS = {each.name: each for each in (FP32, BF16, EIGHT_BIT, BF16_STOCHASTIC)}
 
 LEAST_NUMEL = 4096
-"""Elements of the smallest tensor whose moments have 8 bits, as in bitsandbytes: smaller ones have little to save."""
+"""Elements of the smallest tensor whose moments have 8 bits, as in bitsandbytes: smaller ones have little to save. With
+stochastic rounding each tensor is a piece of its own in an update, which smaller ones are not worth either."""
 
 
 def _is_signed(name: str) -> bool:
@@ -87,7 +96,7 @@ def format_named(given: object) -> StateFormat:
     for each in FORMATS.values():
         if given == each.name or (given is each.dtype and not each.has_scales):
             return each
-    raise ValueError(f"state_dtype must be torch.float32, torch.bfloat16 or '8bit', found {given!r}")
+    raise ValueError(f"state_dtype must be torch.float32, torch.bfloat16, 'bf16_stochastic' or '8bit', found {given!r}")
 
 
 def format_of_tensor(default: StateFormat, bits: object, numel: int, is_embedding: bool) -> StateFormat:
@@ -97,9 +106,9 @@ def format_of_tensor(default: StateFormat, bits: object, numel: int, is_embeddin
     is_embedding: it is looked up by rows, of which most have no gradient in a step, and those that have a large one.
     """
     wanted = {None: default, 32: FP32, 8: EIGHT_BIT}[checked_bits(bits)]
-    if wanted == EIGHT_BIT and (numel < LEAST_NUMEL or (is_embedding and bits is None)):
+    if wanted == EIGHT_BIT and is_embedding and bits is None:
         return FP32
-    return wanted
+    return FP32 if numel < LEAST_NUMEL and (wanted == EIGHT_BIT or wanted.seed is not None) else wanted
 
 
 def checked_bits(bits: object) -> int | None:
@@ -117,6 +126,7 @@ class FormatRun(NamedTuple):
     format: StateFormat
     data_start: int = 0  # bytes
     first_scale: int = 0
+    place: int = 0  # of the first element in its tensor
 
     @property
     def num_blocks(self) -> int:
@@ -131,14 +141,15 @@ class StoredRun(NamedTuple):
     format: StateFormat
     elements: Tensor  # (numel,) of the format's dtype
     scales: Tensor | None  # (blocks,) fp32
+    place: int  # of the first element in its tensor, where a part is of one tensor
 
 
 @dataclass(frozen=True)
 class StateLayout:
     """Where the elements of a shard are in the memory of each of its states: (num_bytes,) uint8.
 
-    Elements of the parts come first, in their order, and then the scales of all. Paddings between tensors have no
-    memory.
+    Elements of the parts come first, in their order, and then the scales of all. What lies between parts has no memory:
+    tensors that have no such state.
     """
 
     parts: tuple[FormatRun, ...]  # in order
@@ -146,30 +157,33 @@ class StateLayout:
     num_bytes: int  # alike on all ranks
 
     @staticmethod
-    def of(runs: Iterable[tuple[int, int, StateFormat]], num_bytes: int = 0) -> StateLayout:
-        """runs: (start, numel, format) of every tensor's elements in the shard. num_bytes: at least so many."""
+    def of(runs: Iterable[tuple[int, int, StateFormat | None, int]], num_bytes: int = 0) -> StateLayout:
+        """runs: (start, numel, format, place in the tensor) of every tensor's elements in the shard.
+
+        A tensor without a format has no such state. num_bytes: at least so many.
+        """
         parts: list[FormatRun] = []
         data = scales = 0
-        for start, numel, its in sorted(runs, key=lambda run: run[0]):
+        before: StateFormat | None = None
+        for start, numel, its, place in sorted(runs, key=lambda run: run[0]):
             if start % BLOCK:
                 raise AssertionError(f"a tensor of a shard starts at element {start}, which is inside a block")
-            last = parts[-1] if parts else None
-            if last is not None and last.format == its and last.start + last.num_blocks * BLOCK == start:
-                # One part, with the padding between the two.
+            before, alike = its, its == before
+            if its is None:
+                continue
+            # Random numbers are drawn by the place in a tensor.
+            if alike and its.seed is None:
+                # One part, with the padding between the two: an update of both finds one run of elements.
+                last = parts.pop()
                 data, scales = last.data_start, last.first_scale
-                parts[-1] = part = last._replace(numel=start + numel - last.start)
+                part = last._replace(numel=start + numel - last.start)
             else:
-                part = FormatRun(start, numel, its, data, scales)
-                parts.append(part)
+                part = FormatRun(start, numel, its, data, scales, place)
+            parts.append(part)
             data += part.num_blocks * BLOCK * its.dtype.itemsize
             scales += part.num_blocks if its.has_scales else 0
         end = -(-(data + _SCALE_BYTES * scales) // BLOCK) * BLOCK
         return StateLayout(tuple(parts), data, max(end, num_bytes))
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """All of it is fp32."""
-        return all(part.format == FP32 for part in self.parts)
 
     def format_at(self, start: int) -> StateFormat:
         """Of the element, which is a tensor's."""
@@ -193,7 +207,13 @@ class StateLayout:
                 count = (before % BLOCK + end - first + BLOCK - 1) // BLOCK
                 at = self.scales_start + _SCALE_BYTES * number
                 scales = flat[at : at + _SCALE_BYTES * count].view(torch.float32)
-            yield StoredRun(first, part.format, elements, scales)
+            yield StoredRun(first, part.format, elements, scales, part.place + before)
+
+    def part_of(self, flat: Tensor, start: int, numel: int) -> StoredRun | None:
+        """Elements [start, start + numel), which have one format, as `stored`. None: they have no memory."""
+        found = list(self.stored(flat, start, numel))
+        assert len(found) < 2, f"elements from {start} on have {len(found)} formats"
+        return found[0] if found and found[0].elements.numel() == numel else None
 
     def read(self, flat: Tensor, name: str, start: int, numel: int) -> Tensor:
         """(numel,) fp32 elements from `start` on, any one of the shard; paddings are zeros."""

@@ -97,10 +97,21 @@ def in_memory_order(value: Tensor, like: Tensor) -> Tensor:
     A view if those of `value` lie in the same order, else a copy. If `like` has gaps in memory, the order is that of
     indices.
     """
+    return _in_order(value, like).contiguous().view(-1)
+
+
+def write_in_memory_order(value: Tensor, like: Tensor, flat: Tensor) -> None:
+    """Copy `flat`, (numel,), to the elements of `value` in the order of `in_memory_order`. Nothing if it is a view."""
+    if flat.data_ptr() != value.data_ptr():
+        ordered = _in_order(value, like)
+        ordered.copy_(flat.view(ordered.shape))
+
+
+def _in_order(value: Tensor, like: Tensor) -> Tensor:
     # Only shape and strides of `like` are read: a parameter that fetches itself knows both without being fetched.
     if not like.is_contiguous() and is_dense(like):
-        value = value.permute(sorted(range(like.dim()), key=like.stride().__getitem__, reverse=True))
-    return value.contiguous().view(-1)
+        return value.permute(sorted(range(like.dim()), key=like.stride().__getitem__, reverse=True))
+    return value
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -172,6 +183,18 @@ class Spans:
 # `weight` is bf16, the upper half of the master, and `remainder` is its lower half, int16 (see `optim.master`).
 
 
+class Draws(NamedTuple):
+    """From where the random numbers of stochastically rounded moments come: one of 32 bits for each element.
+
+    They are a function of these numbers alone, and so alike on all ranks, in all chunks and for all kernels.
+    """
+
+    key: int
+    """64 bits made of seed and step, see `optim.reference.key_of_draws`."""
+    first: int
+    """The place of the piece's first element in its tensor."""
+
+
 BLOCK = 256
 """Elements of a block, which shares the scale of its 8-bit moments. Every tensor starts with a block of its own."""
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -203,6 +226,8 @@ class AdamPiece(NamedTuple):
     """(blocks,) fp32, beside uint8 moments: of each `BLOCK` elements from the first on; updated."""
     exp_avg_sq_scale: Tensor | None = None
     """Likewise."""
+    draws: Draws | None = None
+    """Beside bf16 moments, all of one tensor: they are rounded stochastically. None: to nearest even."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -237,7 +262,8 @@ class AdamPiece(NamedTuple):
             blocks = slice(start // BLOCK, -(-(start + length) // BLOCK))
             parts |= {"exp_avg_scale": self.exp_avg_scale[blocks], "exp_avg_sq_scale": self.exp_avg_sq_scale[blocks]}
         spans = None if self.spans is None else self.spans.within(start, start + length)
-        return AdamPiece(**{**self._asdict(), **parts, "spans": spans})
+        draws = None if self.draws is None else self.draws._replace(first=self.draws.first + start)
+        return AdamPiece(**{**self._asdict(), **parts, "spans": spans, "draws": draws})
 
     def check(self) -> None:
         """Raises ValueError for a wrong shape, layout, dtype or device, and for tensors that share memory."""
@@ -262,6 +288,8 @@ class AdamPiece(NamedTuple):
             num_blocks = -(-self.weight.numel() // BLOCK)
             if scale is not None:
                 _check_tensor(name, scale, self.weight, (torch.float32,), num_blocks)
+        if self.draws is not None and self.exp_avg.dtype is not torch.bfloat16:
+            raise ValueError(f"draws are of bf16 moments, found {self.exp_avg.dtype}")
         # A span that began inside a block would give the elements before it another scale.
         if self.is_blockwise and self.spans is not None and any(start % BLOCK for start in self.spans.starts):
             raise ValueError(f"spans over 8-bit moments start at multiples of {BLOCK} elements")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from optim.master import BF16_NAN_BITS, join_master_, round_master_, scratch, split_master_, tile_numel
-from optim.piece import BLOCK, AdamPiece, AdamScalars, Constants, round_to_float32
+from optim.piece import BLOCK, AdamPiece, AdamScalars, Constants, Draws, round_to_float32
 
 # -- A correctly rounded fp32 square root.
 #
@@ -68,7 +68,7 @@ def square_root_(out: Tensor, values: Tensor, wide: Tensor | None) -> None:
 # map, which has seven decades with ever more numbers. The maps are those of bitsandbytes' `create_dynamic_map`: a
 # signed one for the first moment and an unsigned one for the second.
 #
-#     s = the element of largest magnitude, the positive one of two         (not finite: s is NaN)
+#     s = the element of largest magnitude, the positive one of two
 #     y = |(x * f) * (1 / (s * f))|      f = 2**64 if |s| < 2**-64 else 1: no reciprocal overflows
 #     d = the decade of y, of the eight borders between zero, the seven decades and 1 the number below y
 #     g = ((y * 10**(6 - d)) - 0.1) * (1 / 0.9) + 1       in [1, 2): where in its decade
@@ -76,14 +76,16 @@ def square_root_(out: Tensor, values: Tensor, wide: Tensor | None) -> None:
 #
 # Borders lie in the middle between two numbers, and so do the integers that g passes: the nearest number is chosen, but
 # for what lies within the rounding of this arithmetic of the middle. All of it is fp32, each operation rounded by
-# itself, and needs no table: a lookup for each element costs processors more than all of an update. Two rules differ
-# from the publication; its dequantisation reads both:
+# itself, and needs no table: a lookup for each element costs processors more than all of an update. Three rules
+# differ from the publication; its dequantisation reads all:
 #
 # 1. The scale keeps the sign of its element. The signed map has 1 but not -1: with |s|, a block whose largest element
 #    is negative would lose 0.7 % of it whenever it is quantised, with a gradient of zero too. So quantising what was
 #    dequantised gives the same bytes (for scales above 1e-36; below, elements may be subnormal numbers).
 # 2. A second moment above zero is not rounded to zero, but to the map's least number. An element whose root became zero
 #    beside a first moment that is not would be divided by eps alone, and jump.
+# 3. What is not finite is stored as zero, in both moments of the element, and no scale is taken from it: one gradient
+#    that is NaN makes its own weight NaN, as with fp32 moments, and not the 255 others of its block.
 #
 # The byte of a first moment is its number's index in the sorted map with the low seven bits inverted, so that the byte
 # 0 means zero in both maps: memory of zeros, and the padding of a tensor's last block, holds moments of zero.
@@ -148,7 +150,8 @@ def _decade(number: int, is_signed: bool) -> list[float]:
 def quantize_(codes: Tensor, scales: Tensor, values: Tensor, is_signed: bool) -> None:
     """Write `values` (fp32) to `codes` (uint8), both (numel,), and `scales`, (blocks,) fp32. All on one device.
 
-    The first element is the first of a block. Elements that the last block lacks count as zeros.
+    The first element is the first of a block. Elements that the last block lacks count as zeros, and so do those that
+    are not finite.
     """
     numel, num_blocks = values.numel(), scales.numel()
     if not numel:
@@ -156,13 +159,11 @@ def quantize_(codes: Tensor, scales: Tensor, values: Tensor, is_signed: bool) ->
     x = scratch("quantized blocks", num_blocks * BLOCK, torch.float32, values.device)
     x[:numel].copy_(values)
     x[numel:].zero_()
-    x = x.view(num_blocks, BLOCK)
-    magnitude = x.abs().amax(dim=1, keepdim=True)  # NaN if an element is
+    x = x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).view(num_blocks, BLOCK)
+    magnitude = x.abs().amax(dim=1, keepdim=True)
     scale = torch.where((x == magnitude).any(dim=1, keepdim=True), magnitude, -magnitude)
-    scale = torch.where(magnitude < torch.inf, scale, torch.nan)
     factor = torch.where(magnitude < _TINY_SCALE, 2.0**64, 1.0)
     y = (x * factor) * torch.where(scale == 0.0, 1.0, scale * factor).reciprocal()
-    y.masked_fill_(scale.isnan(), 0.0)
     if is_signed:
         index = _index_of(y.abs(), dynamic_map(True))
         code = torch.where(y < 0.0, (_ZERO - index).clamp_(min=0), _ZERO + index).bitwise_xor_(_ZERO)
@@ -204,6 +205,55 @@ def to_bfloat16_even_(out: Tensor, values: Tensor) -> None:
     out.copy_(values)
     # torch's conversion of many elements has other NaNs than that of few.
     out.view(torch.int16).masked_fill_(values.isnan(), BF16_NAN_BITS)
+
+
+# -- Moments in 16 bits that are rounded stochastically: away from zero with the probability of the part that is cut
+# off, so that the mean over steps is the unrounded moment. Rounding to nearest leaves a second moment standing still
+# where it changes by less than half of its last place.
+#
+# The random number of an element is a function of seed, step and its place in its tensor: a counter-based generator.
+# The place is mixed twice by a bijection of 32 bits (xor-shifts and multiplications by the constants that C. Wellons'
+# "hash prospector" has found to have little bias), once behind each half of the key. The lower half rounds the first
+# moment, the upper one the second. Elements 2**32 places apart have the same number.
+
+
+_MASK = 0xFFFFFFFF
+_FACTORS = (0x7FEB352D, 0x846CA68B)
+
+
+@lru_cache(maxsize=64)
+def key_of_draws(seed: int, step: int) -> int:
+    """The key, 64 bits, of the random numbers of one step: that of `splitmix64` after seed and step."""
+    mask, key = 2**64 - 1, 0
+    for number in (seed, step):
+        key = (key + number + 0x9E3779B97F4A7C15) & mask
+        key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & mask
+        key = ((key ^ key >> 27) * 0x94D049BB133111EB) & mask
+        key ^= key >> 31
+    return key
+
+
+def draws_of(draws: Draws, numel: int, device: torch.device) -> Tensor:
+    """(numel,) int64: 32 random bits of each element from the first one of `draws` on."""
+    # In 64 bits, of which the lower ones are those of unsigned products of 32 bits.
+    h = torch.arange(draws.first, draws.first + numel, dtype=torch.int64, device=device).bitwise_and_(_MASK)
+    h.bitwise_xor_(draws.key & _MASK)
+    for number in range(2):
+        h ^= h >> 16
+        h.mul_(_FACTORS[0]).bitwise_and_(_MASK)
+        h ^= h >> 15
+        h.mul_(_FACTORS[1]).bitwise_and_(_MASK)
+        h ^= h >> 16
+        if not number:
+            h.add_(draws.key >> 32).bitwise_and_(_MASK)
+    return h
+
+
+def to_bfloat16_drawn_(out: Tensor, values: Tensor, drawn: Tensor) -> None:
+    """Round `values` (fp32) to bf16 `out`, away from zero if `drawn`, 16 bits, is large enough; NaN is 0x7fc0."""
+    bits = values.view(torch.int32).long().bitwise_and_(_MASK)
+    bits.add_(drawn).bitwise_right_shift_(16)
+    out.view(torch.int16).copy_(bits.masked_fill_(values.isnan(), BF16_NAN_BITS))
 
 
 # -- Adam in the written order, as plain torch operations. Every other kernel reproduces it bit for bit.
@@ -270,8 +320,15 @@ def _store_moments(stored: AdamPiece, part: AdamPiece) -> None:
     """Round the moments of `part` to those of `stored`, where the two are not the same."""
     if stored is part:
         return
+    if stored.is_blockwise:
+        is_lost = ~(part.exp_avg.isfinite() & part.exp_avg_sq.isfinite())
+        for each in (part.exp_avg, part.exp_avg_sq):
+            each.masked_fill_(is_lost, 0.0)
+    drawn = None if stored.draws is None else draws_of(stored.draws, part.weight.numel(), part.weight.device)
     for (name, moment, scale), values in zip(_moments_of(stored), (part.exp_avg, part.exp_avg_sq), strict=True):
-        if scale is None:
+        if drawn is not None:
+            to_bfloat16_drawn_(moment, values, drawn & 0xFFFF if name == "exp_avg" else drawn >> 16)
+        elif scale is None:
             to_bfloat16_even_(moment, values)
         else:
             quantize_(moment, scale, values, is_signed=name == "exp_avg")

@@ -26,8 +26,9 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 ALIGNMENT_BYTES = 16
 """Alignment that all pointers need for the widest loads. Views at other addresses use narrower ones."""
 
-# Of the table: first block, numel, then the pointers of an AdamPiece's tensors, and of the scales of its moments.
-_COLUMNS = tl.constexpr(9)
+# Of the table: first block, numel, the pointers of an AdamPiece's tensors, those of the scales of its moments, and key
+# and first place of its random numbers.
+_COLUMNS = tl.constexpr(11)
 _NAN_BITS = tl.constexpr(BF16_NAN_BITS)
 
 _MOMENT_BLOCK = tl.constexpr(BLOCK)
@@ -37,7 +38,8 @@ _TENTH = tl.constexpr(TENTH)
 _PLACE_FACTOR = tl.constexpr(PLACE_FACTOR)
 _LARGEST_PLACE = tl.constexpr(2.0 - 2.0**-23)
 
-_Variant: TypeAlias = tuple[torch.dtype, str, torch.dtype]  # of the gradient; the layout; of the moments
+# The gradient's dtype, the layout, the moments' dtype, and whether these are rounded stochastically.
+_Variant: TypeAlias = tuple[torch.dtype, str, torch.dtype, bool]
 
 # bf16 is read as its bits, the upper half of an fp32
 _GRAD_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.int16, torch.float16: tl.float16}
@@ -58,7 +60,8 @@ def update(pieces: Sequence[AdamPiece], scalars: AdamScalars, absorbs: bool = Fa
         if piece.weight.device != pieces[0].weight.device:
             raise ValueError(f"pieces must be on one device: {pieces[0].weight.device} and {piece.weight.device}")
         if piece.weight.numel():
-            groups.setdefault((piece.grad.dtype, piece.layout, piece.exp_avg.dtype), []).append(piece)
+            kind = piece.grad.dtype, piece.layout, piece.exp_avg.dtype, piece.draws is not None
+            groups.setdefault(kind, []).append(piece)
     # A variant is compiled into the kernel, so pieces of different variants cannot share a launch.
     for variant, group in groups.items():
         _launch(group, variant, scalars, absorbs)
@@ -91,15 +94,17 @@ def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         sizes = [0 if tensor is None else tensor.itemsize for tensor in tensors]
         scales = [0 if its is None else its.data_ptr() for its in (piece.exp_avg_scale, piece.exp_avg_sq_scale)]
+        key, first = piece.draws or (0, 0)
         for start, numel in ((0, piece.weight.numel()),) if piece.spans is None else piece.spans:
             shifted = [pointer + start * size for pointer, size in zip(pointers, sizes, strict=True)]
-            rows.append((num_blocks, numel, *shifted, *(each + start // BLOCK * 4 for each in scales)))
+            draws = _signed(key), first + start
+            rows.append((num_blocks, numel, *shifted, *(each + start // BLOCK * 4 for each in scales), *draws))
             num_blocks += -(-numel // BLOCK_NUMEL)
             for pointer in shifted:
                 # A low bit that is set in one pointer is set in the union, which is thus aligned only if all pointers
                 # are.
                 pointer_bits |= pointer
-    grad_dtype, its_layout, moment_dtype = variant
+    grad_dtype, its_layout, moment_dtype, is_drawn = variant
     device = pieces[0].weight.device
     on_gpu = device.type == "cuda"  # else the interpreter's
     # Pinned, so that the copy waits for nothing; torch keeps the memory until the copy is done.
@@ -113,6 +118,7 @@ def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars
             *scalars,
             GRAD_DTYPE=_GRAD_DTYPES[grad_dtype],
             MOMENT_DTYPE=_MOMENT_DTYPES[moment_dtype],
+            IS_DRAWN=is_drawn,
             LAYOUT=its_layout,
             **flags(scalars),
             ABSORBS=absorbs,
@@ -122,10 +128,15 @@ def _launch(pieces: Sequence[AdamPiece], variant: _Variant, scalars: AdamScalars
         )
 
 
+def _signed(key: int) -> int:
+    """The int64 that has the bits of an unsigned number."""
+    return key - 2**64 if key >= 2**63 else key
+
+
 # Triton would compile the kernel once more for a list of one piece, and for lengths that 16 divides.
 @triton.jit(do_not_specialize=["num_pieces"])
 def adam_kernel(
-    table: tl.tensor,  # (num_pieces, 9) int64
+    table: tl.tensor,  # (num_pieces, 11) int64
     num_pieces: tl.tensor,
     maps: tl.tensor,  # (2, 280), see `_maps`
     grad_scale: tl.tensor,
@@ -141,6 +152,7 @@ def adam_kernel(
     decay: tl.tensor,
     GRAD_DTYPE: tl.constexpr,
     MOMENT_DTYPE: tl.constexpr,
+    IS_DRAWN: tl.constexpr,
     LAYOUT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_CLIP: tl.constexpr,
@@ -203,13 +215,20 @@ def adam_kernel(
     p = p - tl.div_rn(m * step_size, d)
 
     if tl.uint8 == MOMENT_DTYPE:
-        m, scales = _to_bytes(tl.where(i < numel, m, 0.0), maps, True, ROWS, BLOCK)
+        # Elements of which a moment is not finite lose both: their block has a scale without them.
+        is_kept = (i < numel) & _is_finite(m) & _is_finite(v)
+        m, scales = _to_bytes(tl.where(is_kept, m, 0.0), maps, True, ROWS, BLOCK)
         tl.store(first_scales, scales, mask=is_there)
-        v, scales = _to_bytes(tl.where(i < numel, v, 0.0), maps + _MAP_NUMEL, False, ROWS, BLOCK)
+        v, scales = _to_bytes(tl.where(is_kept, v, 0.0), maps + _MAP_NUMEL, False, ROWS, BLOCK)
         tl.store(second_scales, scales, mask=is_there)
     elif tl.int16 == MOMENT_DTYPE:
-        m = _even_bits(m).to(tl.int16)
-        v = _even_bits(v).to(tl.int16)
+        if IS_DRAWN:
+            number = _draws(tl.load(row + 9), (tl.load(row + 10) + start + i).to(tl.uint32))
+            m = _drawn_bits(m, number & 0xFFFF).to(tl.int16)
+            v = _drawn_bits(v, number >> 16).to(tl.int16)
+        else:
+            m = _even_bits(m).to(tl.int16)
+            v = _even_bits(v).to(tl.int16)
     if numel >= BLOCK:
         _store(weights, exp_avgs, exp_avg_sqs, extras, i, None, p, m, v, LAYOUT)
     else:
@@ -292,6 +311,31 @@ def _even_bits(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _draws(key: tl.tensor, place: tl.tensor) -> tl.tensor:
+    """32 random bits, uint32: `draws_of` of optim/reference.py."""
+    return _mixed(_mixed(place ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
+
+
+@triton.jit
+def _mixed(h: tl.tensor) -> tl.tensor:
+    h = (h ^ (h >> 16)) * tl.full(h.shape, 0x7FEB352D, tl.uint32)
+    h = (h ^ (h >> 15)) * tl.full(h.shape, 0x846CA68B, tl.uint32)
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _drawn_bits(x: tl.tensor, number: tl.tensor) -> tl.tensor:
+    """The bits of fp32 values as bf16, rounded up where 16 random bits carry; int32."""
+    bits = (x.to(tl.uint32, bitcast=True) + number) >> 16
+    return tl.where(x != x, _NAN_BITS, bits.to(tl.int32))
+
+
+@triton.jit
+def _is_finite(x: tl.tensor) -> tl.tensor:
+    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+
+
+@triton.jit
 def _of_bytes(codes: tl.tensor, scales: tl.tensor, its: tl.tensor, mask: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
     """What bytes mean: `dequantize_` of optim/reference.py, for ROWS blocks."""
     # Addresses behind the mask's end would be any.
@@ -304,19 +348,18 @@ def _of_bytes(codes: tl.tensor, scales: tl.tensor, its: tl.tensor, mask: tl.tens
 def _to_bytes(
     x: tl.tensor, its: tl.tensor, IS_SIGNED: tl.constexpr, ROWS: tl.constexpr, NUMEL: tl.constexpr
 ) -> tl.tensor:
-    """Bytes, (NUMEL,), and scales, (ROWS,): `quantize_` of optim/reference.py."""
+    """Bytes, (NUMEL,), and scales, (ROWS,): `quantize_` of optim/reference.py, of finite values."""
     blocks = tl.reshape(x, (ROWS, _MOMENT_BLOCK))
     bits = blocks.to(tl.int32, bitcast=True)
     magnitudes = bits & 0x7FFFFFFF
     largest = tl.max(magnitudes, axis=1)
     is_positive = tl.max(((magnitudes == largest[:, None]) & (bits >= 0)).to(tl.int32), axis=1)
-    is_bad = largest >= 0x7F800000
     size = largest.to(tl.float32, bitcast=True)
     scales = tl.where((is_positive != 0) | (largest == 0), size, -size)
     factor = tl.where(size < 2.0**-64, 2.0**64, 1.0)
-    divisor = tl.where((largest == 0) | is_bad, 1.0, scales * factor)
+    divisor = tl.where(largest == 0, 1.0, scales * factor)
     inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), divisor)
-    values = tl.where(is_bad[:, None], 0.0, (blocks * factor[:, None]) * inverse[:, None])
+    values = (blocks * factor[:, None]) * inverse[:, None]
     y = values
     if IS_SIGNED:
         y = tl.abs(values)
@@ -335,8 +378,6 @@ def _to_bytes(
     index = tl.where(y > tl.load(its + 263), tl.load(its + 279).to(tl.int32), index)
     if IS_SIGNED:
         index = tl.where(values < 0.0, tl.maximum(127 - index, 0), 127 + index) ^ 127
-    index = tl.where(is_bad[:, None], 0, index)
-    scales = tl.where(is_bad, float("nan"), scales)
     return tl.reshape(index, (NUMEL,)).to(tl.uint8), scales
 
 

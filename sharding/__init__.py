@@ -5,7 +5,7 @@ shards into payloads and payloads into shards, and a tag identifies the payload 
 chunks, tiers or optimizers. Reading order: strategy, layout, tag, tag_buffers, rank_order_sum, backend, collectives.
 """
 
-from sharding.collectives import SUM_TILE_NUMEL, Collectives, Scratch, exchange_numels, replica_numels
+from sharding.collectives import SUM_TILE_NUMEL, Collectives, Scratch, exchange_numels, replica_numels, sum_dtype
 from sharding.gloo import InFlight, backends, check_backend
 from sharding.layout import ALIGNMENT, Piece, ShardLayout, Unit, WireFormat, lay_out_unit, pieces_within, round_up
 from sharding.strategy import (
@@ -51,4 +51,5 @@ __all__ = [
     "resolve_strategy",
     "round_up",
     "shown",
+    "sum_dtype",
 ]

@@ -133,7 +133,8 @@ def exchange_numels(numel: int, layout: ShardLayout, rounds: bool) -> list[tuple
 # shard and sends it to its replicas, so that all of them hold equal bits. The second exchange is launched when the
 # first is over: at the start of the reduction, which is one point on all ranks, and not at its end, which may be at
 # another point on each. Otherwise a rank that ends a reduction would wait for a replica, which waits in another
-# collective for a rank of its group, and so on in a circle.
+# collective for a rank of its group, and so on in a circle. A layout of one replica reduces within the group alone:
+# several such means may then be added up before `start_ordered_sum` takes the mean over the groups once.
 #
 # [Note: Quantised] A layout with a wire format makes all that travels by it quantised, which is approximate: see
 # [Note: Bound] in layout.py. A gather shows all ranks the same values, this rank's own shard included. A reduction
@@ -296,7 +297,7 @@ class Collectives:
         # Tags have a launch of their own: in a single launch every slice would have to be copied next to its tag. Both
         # are in flight at once.
         tags = start_gather(beside.own, beside.every, self.group) if beside else None
-        if self.replicas is not None:
+        if self.replicas is not None and layout.num_replicas > 1:
             self._order(slices)
             total = out if out.dtype is summed else scratch(out.numel(), summed)
             add(received.view(self.world_size, -1), total, 1)

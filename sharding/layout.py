@@ -120,9 +120,18 @@ class ShardLayout:
         """This layout with another wire format."""
         return self if wire is self.wire else replace(self, wire=wire)
 
+    @cached_property
+    def of_group(self) -> ShardLayout:
+        """This layout without replicas: what travels by it stays in the group."""
+        return self if self.num_replicas == 1 else replace(self, num_replicas=1)
+
     def within(self, num_ranks: int) -> ShardLayout:
         """The layout of the same payload over so many of the ranks, a divisor of their number."""
         return ShardLayout(self.units, num_ranks)
+
+    def within_group(self, num_ranks: int | None) -> ShardLayout:
+        """`within` so many ranks. None: the layout itself."""
+        return self if num_ranks is None else self.within(num_ranks)
 
     def tile(self, numel: int) -> ShardLayout:
         """The layout of `numel` elements of every rank's shard, that travel alone, one rank after the other."""

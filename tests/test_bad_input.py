@@ -15,6 +15,8 @@ from gemini import (
     ShardedModel,
     ShardedOptimizer,
     UnsupportedError,
+    ZeroInitContext,
+    estimate_memory,
     state_hash,
 )
 from optim import HybridAdam
@@ -48,7 +50,7 @@ from tests.zoo.mlp import (
         ({"stage": True}, ValueError, "stage must be"),
         ({"tensor_placement_policy": "gpu"}, ValueError, "tensor_placement_policy='gpu'.*auto.*cpu.*cuda"),
         ({"tensor_placement_policy": 1}, TypeError, "tensor_placement_policy must be a name"),
-        ({"dtype": "bf16"}, ValueError, "dtype must be None or one of .*bfloat16.*found 'bf16'"),
+        ({"dtype": "int8"}, ValueError, "dtype must be None or one of .*bfloat16.*found 'int8'"),
         ({"dtype": torch.int8}, ValueError, "dtype must be None or one of"),
         ({"chunk_size": 1.5}, TypeError, "chunk_size must be an int"),
         ({"chunk_size": True}, TypeError, "chunk_size must be an int"),
@@ -382,6 +384,26 @@ def test_float_inputs_of_a_16_bit_model_are_told_what_to_do(make: Callable[[], n
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16"])
-def test_a_dtype_in_quotes_is_answered_with_the_dtype(name: str) -> None:
-    with pytest.raises(ValueError, match=f"found '{name}': write torch.bfloat16"):
-        ShardedModel(nn.Linear(4, 4), dtype=name)  # type: ignore[arg-type]
+def test_a_dtype_may_be_named_wherever_one_is_taken(name: str) -> None:
+    assert ShardedModel(nn.Linear(4, 4), dtype=name).module.weight.dtype is torch.bfloat16
+    model = ShardedModel(
+        nn.Linear(4, 4), dtype={nn.Linear: name}, reduce_dtype="fp32", accumulate_dtype="float32", output_dtype="fp32"
+    )
+    assert model.module.weight.dtype is torch.bfloat16 and model(torch.ones(2, 4).bfloat16()).dtype is torch.float32
+    assert estimate_memory(nn.Linear(4, 4), dtype=name) == estimate_memory(nn.Linear(4, 4), dtype=torch.bfloat16)
+    with ZeroInitContext(dtype=name):
+        built = nn.Linear(4, 4)
+    assert built.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["bf17", ""])
+def test_a_word_that_names_no_dtype_of_weights_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"dtype must be None or one of torch.float32, .*, found '{name}'"):
+        ShardedModel(nn.Linear(4, 4), dtype=name)
+
+
+def test_a_budget_of_some_bytes_is_told_that_its_number_has_no_unit() -> None:
+    with pytest.raises(BudgetError, match=r"the budget is 7 bytes, as a number without a unit is bytes\. Allow more"):
+        ShardedModel(nn.Linear(64, 64), device="emulated", device_memory=8)
+    with pytest.raises(BudgetError, match=r"the budget is [0-9]+ bytes\. Allow more"):
+        ShardedModel(nn.Linear(64, 64), device="emulated", device_memory=2000)

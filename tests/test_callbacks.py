@@ -11,6 +11,8 @@ from tests.test_house_rules import PACKAGES, ROOT, sources
 ON_OTHERS = {
     "gemini/integrations/lightning.py module.forward": "Lightning calls the user's module, and the model must run its "
     "step: for the length of one call, as Lightning's own strategies do",
+    "gemini/integrations/lightning.py module.[name]": "Lightning would ask the user's module for its optimizers twice: "
+    "for the length of that call the module answers as it has",
     "gemini/model/operators.py module._compiled_call_impl": "torch's slot for what a compiled module's call runs",
     "gemini/ranks/exit_report.py sys.excepthook": "Python's slot for what reports an exception that ends the process",
     "gemini/building/zero_init.py nn.Parameter.__new__": "torch's class, inside a context that puts it back",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from optim import AdamPiece, absorb_edits_, adam_scalars, norm, reference, round_master_, triton_adam, triton_norm
 from optim.master import join_master_, split_master_
-from optim.piece import BLOCK, GRAD_DTYPES, Spans
+from optim.piece import BLOCK, GRAD_DTYPES, Draws, Spans
 
 Case = Callable[[torch.device], None]
 
@@ -168,7 +168,9 @@ def edited_weights(device: torch.device, *, layout: str) -> None:
         trial.check(ADAM)
 
 
-def small_moments(device: torch.device, *, layout: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def small_moments(
+    device: torch.device, *, layout: str, dtype: torch.dtype, options: dict[str, Any], is_drawn: bool = False
+) -> None:
     """Moments of 8 or 16 bits, whole pieces and spans of one: one launch, the bits of the reference."""
     pieces = []
     for seed, numel in enumerate((1, 0, 1025, 257, 5 * triton_adam.BLOCK_NUMEL)):
@@ -185,12 +187,14 @@ def small_moments(device: torch.device, *, layout: str, dtype: torch.dtype, opti
         moments, scales = [], []
         for its, is_signed in ((exp_avg * 0.1, True), (exp_avg_sq.abs(), False)):
             its = torch.where(its.abs() < 1e4, its, 0.25)
+            its[5::331] = torch.inf  # which 8 bits store as zero
             moments.append(its.to(dtype) if dtype is torch.bfloat16 else torch.empty(numel, dtype=torch.uint8))
             scales.append(None if dtype is torch.bfloat16 else torch.empty(-(-numel // BLOCK)))
             if scales[-1] is not None:
                 reference.quantize_(moments[-1], scales[-1], its, is_signed)
         spans = Spans([(256, 300), (1024, 1), (1536, 2000)]) if seed == 4 else None
-        pieces.append(AdamPiece(weight, grad, *moments, half, remainder, spans, *scales))
+        draws = Draws(reference.key_of_draws(3, seed), 2**32 - 300) if is_drawn else None
+        pieces.append(AdamPiece(weight, grad, *moments, half, remainder, spans, *scales, draws))
 
     def copied(piece: AdamPiece, to: torch.device) -> AdamPiece:
         return AdamPiece(*(each.to(to, copy=True) if isinstance(each, Tensor) else each for each in piece))
@@ -308,6 +312,9 @@ def _all_cases() -> dict[str, Case]:
     for layout, dtype, name in product(LAYOUTS, (torch.uint8, torch.bfloat16), ("adamw, scaled and clipped", "bare")):
         small = partial(small_moments, layout=layout, dtype=dtype, options=OPTIONS[name])
         cases[f"{layout}, moments of {dtype}, {name}"] = small
+    for layout in LAYOUTS:
+        drawn = partial(small_moments, layout=layout, dtype=torch.bfloat16, options=OPTIONS["bare"], is_drawn=True)
+        cases[f"{layout}, moments that are rounded stochastically"] = drawn
     for layout, dtype in product(LAYOUTS, GRAD_DTYPES):
         unaligned = partial(adam, layout=layout, grad_dtype=dtype, options=ADAM, offsets=UNALIGNED)
         cases[f"{layout}, {dtype}, unaligned"] = unaligned

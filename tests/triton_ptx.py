@@ -44,10 +44,13 @@ def check(name: str, text: str, *wanted: str) -> None:
     print(f"as written: {name}")
 
 
-def check_adam(layout: str, grad_dtype: Any, aligned: bool, capability: int, moments: Any = tl.float32) -> None:
+def check_adam(
+    layout: str, grad_dtype: Any, aligned: bool, capability: int, moments: Any = tl.float32, is_drawn: bool = False
+) -> None:
     types = {"table": "*i64", "num_pieces": "i32", "maps": "*fp32", **dict.fromkeys(AdamScalars._fields, "fp32")}
     flags = dict.fromkeys(("HAS_SCALE", "HAS_CLIP", "HAS_L2", "HAS_ROOT_BIAS", "HAS_DECAY", "ABSORBS"), True)
     constants = {"GRAD_DTYPE": grad_dtype, "MOMENT_DTYPE": moments, "LAYOUT": layout, "ALIGNED": aligned}
+    constants["IS_DRAWN"] = is_drawn
     constants["BLOCK"] = triton_adam.BLOCK_NUMEL
     text = ptx(triton_adam.adam_kernel, types, {**constants, **flags}, capability, triton_adam.OPTIONS)
     # Four elements of a thread are 16 bytes only in fp32.
@@ -82,6 +85,7 @@ def main() -> None:
     for moments in (tl.int16, tl.uint8):
         for layout in ("split", "whole"):
             check_adam(layout, tl.int16, aligned=True, capability=90, moments=moments)
+    check_adam("split", tl.int16, aligned=True, capability=90, moments=tl.int16, is_drawn=True)
     for dtype, numel_type in (("fp32", "i32"), ("i16", "i32"), ("fp16", "i32"), ("fp32", "i64")):
         check_norm(dtype, numel_type, capability=90)
     check_limbs(capability=90)

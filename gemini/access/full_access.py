@@ -82,7 +82,8 @@ _OWN: dict[str, Any] = {"data": property(_get, _set), "set_": _set_source}
 #
 # The names are DeepSpeed's. All of it is called between steps, and on every rank but for `safe_get_local_*`. What is
 # set whole is rank 0's value. Gradients are there after backward and before the step. A value that was set is what the
-# next forward and the next step use.
+# next forward and the next step use. With tensor parallelism what is "full" is whole over all parts, too, and all of
+# them call it; "local" is this rank's piece of its part.
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
@@ -116,7 +117,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     gradient = link.gradient()
     if not isinstance(gradient, ReducedGradient):
         return None
-    whole = gradient.plain()
+    whole = _joined(link, gradient.plain())
     return whole if whole.dtype is torch.float64 else whole.float()
 
 
@@ -135,9 +136,12 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def kept_optimizer_state(param: nn.Parameter, name: str) -> Tensor:
-    """`safe_get_full_optimizer_state`, also of a frozen parameter, which keeps its state. Collective."""
+    """A state of a parameter, also of a frozen one, in the parameter's shape. Collective.
+
+    As the parameter itself it is this rank's part of what tensor parallelism divides.
+    """
     link = _begin("optimizer.state", param)
-    return _whole(link, _state(link, name))
+    return _of_data(link, _state(link, name))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -228,6 +232,11 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
         )
     if link.gradient() is None:
         return None
+    if grads.of(link.managed.chunk).awaits_replicas:
+        raise GeminiError(
+            f"replicas have not added up the gradient of {link.managed.name!r} yet, which needs all ranks: call "
+            "safe_get_full_grad() or optimizer.clip_grad_norm_() on all of them first"
+        )
     # `_gradients` is no collective here, because no reduction is awaited.
     own = _local(link, _gradients(link))
     return own if own.dtype is torch.float64 else own.float()
@@ -311,6 +320,11 @@ def _state(link: Link, key: str) -> FlatAccess:
     states, managed = link.states, link.managed
     names = states.names_of(managed)
     if key not in names:
+        if states.kept is not None and key in (states.kept.scalars_of(managed) or {}):
+            raise ValueError(
+                f"optimizer state {key!r} of {managed.name!r} has another shape than the parameter, so every rank has "
+                f"it whole: read or set optimizer.state[parameter][{key!r}]"
+            )
         reason = "the model has no ShardedOptimizer" if states.kept is None else f"it has {sorted(names) or 'none'}"
         raise ValueError(f"parameter {managed.name!r} has no optimizer state {key!r}: {reason}")
     return states.of_optimizer(managed.chunk, key)
@@ -336,8 +350,20 @@ def _trained_gradients(link: Link) -> GradientAccess:
 
 
 def _whole(link: Link, access: StateAccess) -> Tensor:
+    return _joined(link, _of_data(link, access))
+
+
+def _of_data(link: Link, access: StateAccess) -> Tensor:
+    """What the ranks of the data have together, of which tensor parallelism may leave a part here."""
     with link.step.publishing(), torch.no_grad():
         return link.managed.shaped(access.whole(link.managed))
+
+
+def _joined(link: Link, own: Tensor) -> Tensor:
+    """The whole of a tensor that is divided as the parameter. Collective over the parts."""
+    part = link.managed.part
+    with link.step.publishing(), torch.no_grad():
+        return own if part is None else part.whole(own)
 
 
 def _local(link: Link, access: StateAccess) -> Tensor:
@@ -353,11 +379,22 @@ def _set_whole(link: Link, access: FlatAccess | FullPrecisionAccess, value: Tens
     dtype = torch.float64 if managed.dtype is torch.float64 else torch.float32
     # Checked inside `publishing`: a wrong value on one rank must end the broadcast of the others.
     with link.step.publishing(), torch.no_grad():
-        _check(value, managed.shape, f"the value for {managed.name!r}")
+        _check(value, managed.whole_shape, f"the value for {managed.name!r}")
+        value = _own_part(link, value.detach(), dtype)
         # This is always a copy: on ranks other than 0 the broadcast overwrites it, and `value` is the user's.
         flat = torch.empty(managed.numel, dtype=dtype, device=access.device).copy_(managed.laid_out(value))
         link.step.communicator.broadcast_(flat, f"a value for {managed.name}")
         access.set_whole(managed, flat)
+
+
+def _own_part(link: Link, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """This rank's part of what the first part's ranks give. Collective over the parts; else `value`."""
+    part, parts = link.managed.part, link.step.communicator.parts
+    if part is None or parts is None:
+        return value
+    shared = value.to(link.step.communicator.device, dtype, copy=True)
+    parts.collectives.broadcast_(shared, 0)
+    return part.of(shared)
 
 
 def _set_local(link: Link, access: FlatAccess | FullPrecisionAccess, value: Tensor) -> None:

@@ -83,9 +83,12 @@ class WholeGradient:
         # Views may keep the copy beyond a torch.inference_mode(), outside of which a copy made in it is read-only.
         with link.step.publishing(), torch.inference_mode(False), torch.no_grad():
             self._check()
-            reduced = link.states.gradients(managed.chunk)
-            # Inside a backward the chunk's gradient may still be open, or on its way to the other ranks.
-            if reduced is None or self._grads.of(managed.chunk).state is not GradState.CLOSED:
+            if not self._grads.in_backward:
+                link.step.reductions.join_replicas()
+            reduced, gradient = link.states.gradients(managed.chunk), self._grads.of(managed.chunk)
+            # Inside a backward the chunk's gradient may still be open, on its way to the other ranks, or that of this
+            # group.
+            if reduced is None or gradient.state is not GradState.CLOSED or gradient.awaits_replicas:
                 raise _not_reduced(managed)
             return reduced.whole(managed)
 
@@ -127,7 +130,7 @@ def has_gradient(link: HasGradient) -> bool:
         link.step.failures.find()
     if not gradients.in_backward:
         with link.step.publishing():
-            link.step.reductions.catch_up()
+            link.step.reductions.catch_up_flags()
     elif gradients.books.awaits_reduction:
         raise _not_reduced(managed)
     else:
@@ -176,6 +179,7 @@ _ALIKE = "All ranks must set the gradients of the same parameters"
 def _write(link: HasGradient, flat: Tensor) -> None:
     """Set the shard to its part of `flat`, (numel,), in payload order."""
     # A clip that was asked for counts for the old gradients: here it takes effect, before one of them changes.
+    link.step.reductions.join_replicas()
     link.states.before_gradient_write()
     reduced = link.states.gradients(link.managed.chunk)
     assert reduced is not None

@@ -37,8 +37,11 @@ from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.manager import ChunkManager, OptimizerPart
 from gemini.runtime.migrate import StateStore
 from gemini.runtime.step import Step
-from optim import FP32, StateFormat, StateLayout, StoredRun
+from optim import FP32, HALF_DTYPES, StateFormat, StateLayout, StoredRun
 from sharding import ALIGNMENT, ShardLayout, Unit, as_received, round_up
+
+Cut = Callable[[Tensor], Tensor]
+"""The part of a tensor that is copied, as a view of it."""
 
 
 class States:
@@ -66,6 +69,43 @@ class States:
         """The fp32 masters of 16-bit weights; other weights themselves, in fp32 or fp64."""
         return FullPrecisionAccess(self.step, chunk)
 
+    def saved_weights(self, chunk: Chunk, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
+        """What state dicts have of parameters of the chunk, by index: copies in host memory. Collective over the data.
+
+        Wholes, of which tensor parallelism may leave a part here, in the dtype in which they are used. Inside
+        `ChunkManager.sharding_rows()` they are `DTensor`s of rows, and fp32 masters of what is trained in 16 bits:
+        torch's `get_optimizer_state_dict` leaves the optimizer's masters out.
+        """
+        shards = self.manager.row_shards
+        if shards is None:
+            return self.weights(chunk).copies(wanted)
+        mastered = {each.index for each in chunk.parameters if _is_saved_as_master(each)}
+        found: dict[int, Tensor] = {}
+        # All ranks read both states, or neither: they know alike which parameters have masters.
+        if len(mastered) < len(chunk.parameters):
+            found |= self.weights(chunk).copies([each for each in wanted if each.index not in mastered], shards.rows)
+        if mastered:
+            access = self.full_precision(chunk)
+            found |= access.copies([each for each in wanted if each.index in mastered], shards.rows)
+        return {each.index: self.shown_rows(each, found[each.index]) for each in wanted}
+
+    def saved_weight(self, managed: ManagedParameter) -> Tensor:
+        """`saved_weights` of one parameter."""
+        shards, chunk = self.manager.row_shards, managed.chunk
+        if shards is None:
+            return self.weights(chunk).copies([managed])[managed.index]
+        if _is_saved_as_master(managed):  # of this parameter alone: no slot keeps the chunk's masters for the next one
+            rows = _copy_of(managed.shaped(self.full_precision(chunk).whole(managed)), shards.rows)
+        else:
+            rows = self.weights(chunk).copies([managed], shards.rows)[managed.index]
+        return self.shown_rows(managed, rows)
+
+    def shown_rows(self, managed: ManagedParameter, rows: Tensor) -> Tensor:
+        """A `DTensor` over the rows of a parameter's state that this rank has, inside `sharding_rows()`. Local."""
+        shards = self.manager.row_shards
+        assert shards is not None, "state dicts are whole"
+        return shards.shown(rows, managed.part, managed.whole_shape)
+
     def gradients(self, chunk: Chunk) -> GradientAccess | None:
         """The reduced gradients; None if no backward since the last step has left any in the chunk.
 
@@ -88,7 +128,7 @@ class States:
     def of_optimizer(self, chunk: Chunk, name: str) -> FlatAccess:
         """A state that the optimizer keeps of the chunk, such as "exp_avg"."""
         assert self.kept is not None, "there is no optimizer"
-        layout = self.kept.layout_of(chunk)
+        layout = self.kept.layout_of(chunk, name)
         if layout is not None:
             return StoredAccess(self.step, chunk, self.kept, name, layout)
         return OptimizerAccess(self.step, chunk, self.kept, name)
@@ -130,10 +170,10 @@ class StateAccess(ABC):
         """(numel,) a copy of a whole parameter, on the compute device. Collective."""
         return self._shown(managed, self.join(managed, self._own(managed)))
 
-    def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
+    def copies(self, wanted: Iterable[ManagedParameter], cut: Cut | None = None) -> dict[int, Tensor]:
         """Copies of whole parameters of the chunk in host memory, in their shapes, by index. Collective.
 
-        The whole chunk is gathered at once, whatever this rank wants of it.
+        The whole chunk is gathered at once, whatever this rank wants of it. cut: the part of each that is copied.
         """
         whole = self.read(0, self.chunk.optim_numel)
         if self.chunk.optim_layout.world_size > 1:
@@ -141,7 +181,7 @@ class StateAccess(ABC):
             own, whole = whole.to(self.device), whole.new_empty(self.chunk.numel, device=self.device)
             self.step.communicator.all_gather(whole, own, self.chunk.layout, self.chunk.index)
         # Without `copy=True` the user would get a view of a state that is on the CPU already.
-        return {each.index: self._shown(each, each.view(whole).to("cpu", copy=True)) for each in wanted}
+        return {each.index: self._shown(each, _copy_of(each.view(whole), cut)) for each in wanted}
 
     def dtype_of(self, managed: ManagedParameter) -> torch.dtype:
         """The dtype of what `whole()` returns. Local."""
@@ -175,14 +215,14 @@ class WeightAccess(StateAccess):
     def read_in(self, contents: Sequence[Tensor], start: int, numel: int) -> Tensor:
         return weights_in(self.chunk, contents[0], start, numel)
 
-    def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
+    def copies(self, wanted: Iterable[ManagedParameter], cut: Cut | None = None) -> dict[int, Tensor]:
         if not self.chunk.arrives_exactly:
             self.step.binding.write_back_all([self.chunk])
-            return super().copies(wanted)
+            return super().copies(wanted, cut)
         # A fetch like an operator's: the payload stays in its slot until another chunk needs the slot.
         with untracked():
             payload = self.step.payloads.fetch(self.chunk)
-        return {managed.index: managed.view(payload).to("cpu", copy=True) for managed in wanted}
+        return {managed.index: _copy_of(managed.view(payload), cut) for managed in wanted}
 
 
 class FullPrecisionAccess(StateAccess):
@@ -200,9 +240,9 @@ class FullPrecisionAccess(StateAccess):
         self.step.binding.write_back_one(managed)
         return super()._own(managed)
 
-    def copies(self, wanted: Iterable[ManagedParameter]) -> dict[int, Tensor]:
+    def copies(self, wanted: Iterable[ManagedParameter], cut: Cut | None = None) -> dict[int, Tensor]:
         self.step.binding.write_back_all([self.chunk])
-        return super().copies(wanted)
+        return super().copies(wanted, cut)
 
     def set_local(self, managed: ManagedParameter, values: Tensor) -> None:
         """Set this rank's part to `values`, 1-D. Collective: payloads and whole weights need the other ranks' parts."""
@@ -265,6 +305,14 @@ class FullPrecisionAccess(StateAccess):
             for piece in managed.pieces:
                 values = read(piece.payload_start - managed.offset, piece.numel)
                 write_master(chunk, piece.shard_start, values.float())
+
+
+def _is_saved_as_master(managed: ManagedParameter) -> bool:
+    return managed.owns_master and managed.dtype in HALF_DTYPES
+
+
+def _copy_of(whole: Tensor, cut: Cut | None) -> Tensor:
+    return (whole if cut is None else cut(whole)).to("cpu", copy=True)
 
 
 def take_masters(step: Step, values: Iterable[tuple[ManagedParameter, Tensor]]) -> None:

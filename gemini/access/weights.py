@@ -28,9 +28,13 @@ _ALIKE = "All ranks must load the same keys"
 
 
 def whole_state_dict(module: nn.Module, states: States, rank0_only: bool, prefix: str) -> OrderedDict[str, Any]:
-    """Copies of all parameters and buffers under the plain module's names, on the CPU. Collective."""
-    step = states.step
+    """Copies of all parameters and buffers under the plain module's names, on the CPU. Collective.
+
+    Wholes; inside `model.sharded_state_dicts()` `DTensor`s of parameters.
+    """
+    step, shards = states.step, states.manager.row_shards
     step.check_idle("state_dict()")
+    refuse_rank0_only(states, rank0_only)
     # keep_vars gives the parameters themselves, which have links, and the hooks below let them pass.
     entries: Mapping[str, Any] = nn.Module.state_dict(module, prefix=prefix, keep_vars=True)
     links = {name: link_of(value) for name, value in entries.items() if isinstance(value, Tensor)}
@@ -43,10 +47,10 @@ def whole_state_dict(module: nn.Module, states: States, rank0_only: bool, prefix
         for index in sorted(wanted):
             chunk = step.chunks[index]
             # Each chunk is gathered once, in one order on all ranks, also by ranks that keep nothing.
-            wholes |= states.weights(chunk).copies(chunk.parameters if keep else ())
+            wholes |= states.saved_weights(chunk, chunk.parameters if keep else ())
         # Not chunk by chunk: ranks with other parts of the model may have other chunks. All have these names.
         for managed in dict.fromkeys(each.managed for each in links.values() if each is not None) if keep else ():
-            if managed.part is not None:
+            if managed.part is not None and shards is None:
                 wholes[managed.index] = managed.part.whole(wholes[managed.index])
     keep = not rank0_only or step.communicator.everyone.rank == 0
     result: OrderedDict[str, Any] = OrderedDict()
@@ -62,6 +66,14 @@ def whole_state_dict(module: nn.Module, states: States, rank0_only: bool, prefix
             value = value.detach().to("cpu", copy=True)
         result[name] = value
     return result
+
+
+def refuse_rank0_only(states: States, rank0_only: bool) -> None:
+    """Raises ValueError where each rank keeps rows of its own, and rank 0 is to keep all. Local."""
+    if rank0_only and states.manager.row_shards is not None:
+        raise ValueError(
+            "rank0_only=True inside sharded_state_dicts(), where each rank keeps its rows: leave one of the two out"
+        )
 
 
 def load_whole_state_dict(
@@ -116,7 +128,7 @@ def load_whole_state_dict(
                 entry.copy_(value)
             else:
                 managed = link.managed
-                value = value.detach() if managed.part is None else managed.part.of(value.detach())
+                value = managed.own(value.detach())
                 states.full_precision(managed.chunk).set_whole(managed, managed.laid_out(value))
     for path, part in module.named_modules():
         extra = f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE
@@ -170,6 +182,10 @@ class StateHooks:
         # The references are weak, so that whole copies are freed with the user's state dict.
         self._copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # of tied ones, by index
         self._first_names: dict[int, str] = {}  # the names of these copies in the state dict
+        # What a load has of the last module, in whose place there are the values that the data ranks have of it: whole
+        # tensors of all modules at once may not fit.
+        self._given: dict[str, Tensor] = {}
+        self._loading: dict[str, Any] | None = None
         self._errors: list[str] | None = None  # torch's list of what went wrong in the last load: each load has its own
 
     def install(self, root: nn.Module) -> list[RemovableHandle]:
@@ -188,6 +204,7 @@ class StateHooks:
                 hooks.move_to_end(after.id, last=False)
                 handles.append(after)
                 handles.append(module.register_load_state_dict_pre_hook(self._before_load))
+                handles.append(module.register_load_state_dict_post_hook(self._after_load))
         return handles
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -224,12 +241,21 @@ class StateHooks:
         is_of_this = state.get(self._first_names.get(managed.index, "")) is known
         if known is not None and is_of_this:
             return known
-        whole = self._states.weights(managed.chunk).copies([managed])[managed.index]
-        if managed.part is not None:
+        whole = self._states.saved_weight(managed)
+        if managed.part is not None and self._states.manager.row_shards is None:
             whole = managed.part.whole(whole)
         if managed.parameter in self._tied:
             self._copies[managed.index], self._first_names[managed.index] = whole, name
         return whole
+
+    def _after_load(self, module: nn.Module, keys: Any) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Put what a load was given back into its dict. torch has copied a module's values before the next one's."""
+        if self._loading is not None:
+            self._loading.update(self._given)
+        self._loading, self._given = None, {}
 
     def _before_load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
@@ -246,8 +272,10 @@ class StateHooks:
             if errors is not self._errors:
                 self._errors = errors
                 self._step.communicator.wait_for_all("load_state_dict()")
+        self._give_back()
+        self._loading = state
         for name, parameter in module._parameters.items():
             link, value = None if parameter is None else link_of(parameter), state.get(prefix + name)
-            part = None if link is None else link.managed.part
-            if part is not None and isinstance(value, Tensor) and value.shape == part.shape:
-                state[prefix + name] = part.of(value)
+            if link is not None and isinstance(value, Tensor) and value.shape == link.managed.whole_shape:
+                self._given[prefix + name] = value
+                state[prefix + name] = link.managed.own(value.detach())

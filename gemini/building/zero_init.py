@@ -32,7 +32,7 @@ from gemini.monitor.live import MemoryMonitor
 from gemini.placement.demand import Tier
 from gemini.ranks.exit_report import publish_exit
 from gemini.ranks.mesh import ranks_in
-from gemini.settings import check_dtype, check_module
+from gemini.settings import DtypeLike, check_module, checked_dtype
 from optim import in_memory_order, round_master_
 from optim.adam import refuse_unknown_arguments
 from sharding import ShardStrategy, resolve_strategy
@@ -92,13 +92,11 @@ class ColossalArguments:
             isinstance(count, Tensor) and count.numel() == 1 and not count.is_floating_point()
         ):
             raise TypeError(f"model_numel_tensor must be a tensor of one integer, found {count!r}")
-        check_dtype("default_dtype", given.get("default_dtype"))
+        default_dtype = checked_dtype("default_dtype", given.get("default_dtype"))
         for name, instead in _WITHOUT_EFFECT.items():
             if given.get(name):
                 warn_at_script(f"ZeroInitContext({name}=True) has no effect: {instead}")
-        return ColossalArguments(
-            dtype, group if process_group is None else process_group, given.get("default_dtype"), seed, count
-        )
+        return ColossalArguments(dtype, group if process_group is None else process_group, default_dtype, seed, count)
 
     @contextmanager
     def in_force(self, device: torch.device) -> Iterator[None]:
@@ -171,7 +169,7 @@ class ZeroInitContext:
         shard_strategy: ShardStrategy | type[ShardStrategy] | str | None = None,
         shard_param: bool = True,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: DtypeLike | None = None,
         process_group: dist.ProcessGroup | None = None,
         device_mesh: DeviceMesh | None = None,
         home: str = "auto",
@@ -182,7 +180,7 @@ class ZeroInitContext:
     ) -> None:
         valid = [name for name in inspect.signature(ZeroInitContext).parameters if name != "colossal"]
         refuse_unknown_arguments("ZeroInitContext", (each for each in colossal if each not in NAMES), valid)
-        check_dtype("dtype", dtype)
+        dtype = checked_dtype("dtype", dtype)
         for name, value in (("shard_param", shard_param), ("enabled", enabled)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, found {value!r}")

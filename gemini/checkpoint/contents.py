@@ -189,6 +189,8 @@ class Contents:
         # Edits of weights count, and are in no home before this.
         self._step.params.finish_prefetch()
         self._step.binding.write_back_all()
+        # One replica writes for all: a gradient must be the same in each.
+        self._step.reductions.join_replicas()
         # All tensors under all their names; tied ones are one object.
         self._entries: dict[str, Any] = dict(nn.Module.state_dict(model.module, keep_vars=True))
         self.chunk_entries = list(self._chunk_entries())

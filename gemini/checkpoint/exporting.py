@@ -20,11 +20,13 @@ from gemini.checkpoint.loading import SavedCheckpoint
 from gemini.checkpoint.manifest import (
     WEIGHT,
     ParameterFact,
+    state_key,
     write_durably,
 )
 from gemini.checkpoint.tensor_files import SUFFIX, OpenFiles, Part, TensorFile, whole
 from gemini.checkpoint.values import dtype_named, name_of
 from gemini.errors import CheckpointError
+from gemini.optimizer.averages import AVERAGE
 from gemini.settings import SHORT_DTYPES
 from optim import HALF_DTYPES, round_master_
 
@@ -56,6 +58,7 @@ def export_weights(
     max_file_bytes: int = 5 * 10**9,
     only_trained: bool = False,
     config: str | os.PathLike[str] | None = None,
+    averages: bool = False,
     told: Callable[[int], None] | None = None,
 ) -> Path:
     """Write the weights of a checkpoint as a folder of safetensors files that `from_pretrained` loads. Local.
@@ -70,19 +73,23 @@ def export_weights(
         max_file_bytes: of tensors in one file, if it has more than one tensor.
         only_trained: leave parameters out that were not trained.
         config: a folder whose `config.json`, tokenizer and other small files are copied, or one such file.
+        averages: write the exponential moving averages of the weights in their place. What is not averaged, as buffers
+            and what was never trained, is written as it is.
         told: called with numbers of bytes as they are written.
 
-    Every tensor is compared with its checksum. Returns the folder. Raises CheckpointError and OSError, and ValueError
-    for another dtype; nothing is in the folder then.
+    Every tensor is compared with its checksum. Returns the folder. Raises CheckpointError, also for averages that the
+    checkpoint has not, and OSError, and ValueError for another dtype; nothing is in the folder then.
     """
     source = SavedCheckpoint(Directory(directory).find(tag))
+    if averages:
+        _check_averages(source)
     folder = empty_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if config is not None:
             _copy_config(Path(config), folder)
             _say_dtype(folder / "config.json", _targets(source, dtype))
-        _write_weights(source, folder, dtype, max_file_bytes, only_trained, told)
+        _write_weights(source, folder, dtype, max_file_bytes, only_trained, averages, told)
     except BaseException:
         for each in folder.iterdir():  # it was empty
             each.unlink()
@@ -104,6 +111,7 @@ def _write_weights(
     dtype: str,
     max_file_bytes: int,
     only_trained: bool,
+    averages: bool,
     told: Callable[[int], None] | None,
 ) -> None:
     left_out = {fact.name for fact in source.manifest.parameters if only_trained and not fact.trained}
@@ -122,7 +130,7 @@ def _write_weights(
             file = TensorFile(folder / name, parts, is_sharded=False)
             try:
                 for fact, target in its:
-                    file.write(fact.name, _weight(source, fact, target, opened).reshape(-1))
+                    file.write(fact.name, _weight(source, fact, target, opened, averages).reshape(-1))
                     index[fact.name] = name
                     if told is not None:
                         told(whole(fact.shape).numel * target.itemsize)
@@ -151,8 +159,27 @@ def _targets(source: SavedCheckpoint, dtype: str) -> Iterator[tuple[ParameterFac
         yield fact, dtype_named(fact.dtype)
 
 
-def _weight(source: SavedCheckpoint, fact: ParameterFact, dtype: torch.dtype, files: OpenFiles) -> Tensor:
-    stored = source.tensors.get(WEIGHT + fact.name)
+def _check_averages(source: SavedCheckpoint) -> None:
+    """Raises CheckpointError if the checkpoint has no averages of weights."""
+    optimizer = source.manifest.optimizer
+    if optimizer is None or optimizer.ema is None:
+        raise CheckpointError(
+            f"{source.folder} has no averages of weights: save one with save_checkpoint(directory, model, optimizer) "
+            "of a ShardedOptimizer(..., ema=0.999), or export the weights themselves"
+        )
+    if not optimizer.ema["num_averaged"]:
+        raise CheckpointError(
+            f"{source.folder} was saved after {optimizer.ema['num_steps']} steps, before the first averaging: export a "
+            "later checkpoint, or the weights themselves"
+        )
+
+
+def _weight(
+    source: SavedCheckpoint, fact: ParameterFact, dtype: torch.dtype, files: OpenFiles, averages: bool = False
+) -> Tensor:
+    optimizer = source.manifest.optimizer
+    is_averaged = averages and optimizer is not None and AVERAGE in optimizer.states.get(fact.name, ())
+    stored = source.tensors.get(state_key(fact.name, AVERAGE) if is_averaged else WEIGHT + fact.name)
     if stored is None:
         if whole(fact.shape).numel:
             raise CheckpointError(f"{source.folder} lacks {fact.name}: it is damaged")

@@ -41,7 +41,7 @@ from gemini.errors import CheckpointError
 from gemini.log import get_dist_logger
 from gemini.memory.transfer import Region
 from gemini.model.sharded_model import ShardedModel
-from gemini.optimizer.averages import AVERAGE
+from gemini.optimizer.averages import AVERAGE, OTHERS
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.optimizer.state_dict import CheckedState, check_optimizer_state, load_optimizer_state, numbers_of
 from gemini.placement.demand import Tier
@@ -462,8 +462,17 @@ class _Load:
             }
             for group, theirs in zip(optimizer.param_groups, groups, strict=True)
         ]
-        averages = {} if fact.ema is None else {AVERAGE: fact.ema}
-        return {"state": state, "param_groups": packed, "masters": masters, **averages}
+        whole = {"state": state, "param_groups": packed, "masters": masters}
+        return whole if fact.ema is None else {**whole, AVERAGE: {**fact.ema, OTHERS: self._averages(numbers, state)}}
+
+    def _averages(self, numbers: Mapping[int, int], state: Mapping[int, Any]) -> dict[int | str, Tensor]:
+        """Of parameters that have no entry in `state`, as a state dict has them."""
+        found: dict[int | str, Tensor] = {}
+        for managed in self._manager.parameters:
+            key, name = numbers.get(managed.index, managed.name), self._names.get(managed.name, managed.name)
+            if key not in state and state_key(name, AVERAGE) in self._source.tensors:
+                found[key] = _meta(managed, self._dtype(name, AVERAGE))
+        return found
 
     def _dtype(self, name: str, state: str) -> torch.dtype:
         stored = self._source.tensors.get(state_key(name, state))

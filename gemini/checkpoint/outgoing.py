@@ -32,6 +32,9 @@ from gemini.checkpoint.manifest import OPTIM, WEIGHT, ParameterFact, scale_key, 
 from gemini.checkpoint.tensor_files import OpenFiles, whole
 from gemini.checkpoint.values import decode, dtype_named
 from gemini.errors import CheckpointError
+from gemini.log import warn_at_script
+from gemini.optimizer.averages import AVERAGE
+from gemini.optimizer.several import WHOSE
 
 _OURS = ("adamw_mode", "bias_correction")  # keys of HybridAdam's groups that torch's Adam does not have
 _DEEPSPEED = "0.19.8"
@@ -48,6 +51,9 @@ class _Group:
     settings: dict[str, Any]
     names: list[str]
     trained: list[str]  # those of them that have states, or will have
+    optimizer: str  # whose it is, of several
+    is_ours: bool  # a HybridAdam's
+    states: tuple[str, ...]  # the tensors that its optimizer has of a parameter
 
 
 class _Training:
@@ -71,16 +77,22 @@ class _Training:
         self._told = told
         self.manifest = manifest
         self.optimizer = manifest.optimizer
-        self.is_ours = manifest.optimizer.kind in ("HybridAdam", "CPUAdam")
         self.facts = {fact.name: fact for fact in manifest.parameters}
         self.groups = [self._group(group) for group in manifest.optimizer.groups]
         scalars = {name: decode(its) for name, its in manifest.optimizer.scalars.items()}
         # A parameter that had no gradient yet has no state, and other libraries have states of all or of none.
-        names = [name for group in self.groups for name in group.trained]
-        self.states = {state: None for name in names for state in self.optimizer.states.get(name, ())}
+        fresh: dict[str, Any] = {"step": torch.zeros((), device="cpu")}
         self.scalars: dict[str, dict[str, Any]] = {
-            name: scalars.get(name) or {"step": torch.zeros((), device="cpu")} for name in names
+            # Some optimizers, such as SGD, count no steps, of what they have updated either.
+            name: scalars.get(name) or ({} if name in self.optimizer.states else fresh)
+            for group in self.groups
+            for name in group.trained
         }
+        if manifest.optimizer.ema is not None:
+            warn_at_script(
+                f"{source.folder} has averages of the weights (ema), for which other libraries' optimizers have no "
+                "place: they are left out. gemini checkpoint export --ema writes them as a model's weights"
+            )
 
     def weight(self, fact: ParameterFact) -> Tensor:
         """A parameter, its master, or a buffer, whole."""
@@ -124,7 +136,9 @@ class _Training:
     def _group(self, encoded: dict[str, Any]) -> _Group:
         names: list[str] = encoded["params"]
         settings = {key: decode(value) for key, value in encoded.items() if key != "params"}
-        if self.is_ours:
+        whose = settings.pop(WHOSE, self.optimizer.kind)
+        is_ours = whose.split(" ")[0] in ("HybridAdam", "CPUAdam")
+        if is_ours:
             # Every key of a group of torch's: who loads it into torch's optimizer looks for each.
             theirs = torch.optim.AdamW([torch.zeros((), device="cpu")]).param_groups[0]
             missing = {key: value for key, value in theirs.items() if key not in ("params", *settings)}
@@ -132,7 +146,10 @@ class _Training:
         # A schedule that is made before the checkpoint is loaded has put it into the group that is loaded into.
         settings.setdefault("initial_lr", settings.get("lr"))
         states = self.optimizer.states
-        return _Group(settings, names, [name for name in names if self.facts[name].trained or name in states])
+        trained = [name for name in names if self.facts[name].trained or name in states]
+        its = [each["params"] for each in self.optimizer.groups if each.get(WHOSE) == encoded.get(WHOSE)]
+        made = {state: None for params in its for name in params for state in states.get(name, ()) if state != AVERAGE}
+        return _Group(settings, names, trained, whose, is_ours, tuple(made))
 
 
 @contextmanager
@@ -213,7 +230,7 @@ def export_dcp(
                 if not isinstance(states.get("step"), Tensor | None):
                     # torch's optimizers count in a tensor, to which they add in place.
                     states["step"] = torch.tensor(float(states["step"]), device="cpu")
-                for state in training.states:
+                for state in group.states:
                     dtype = training.dtype_of(state_key(name, state))
                     states[state] = later(training.facts[name].shape, dtype, partial(training.state, name, state))
                 optim["state"][name] = states
@@ -254,6 +271,12 @@ def export_universal(
     one group with different numbers of steps, of which DeepSpeed keeps one; nothing is in the folder then.
     """
     with _written(directory, out, tag, told) as (training, folder):
+        whose = {group.optimizer: None for group in training.groups}
+        if len(whose) > 1 and not all(group.is_ours for group in training.groups):
+            raise CheckpointError(
+                f"this training has several optimizers, {', '.join(whose)}, and DeepSpeed one for all param groups: "
+                "export for FSDP2, whose get_state_dict takes a list of them"
+            )
         steps = [_step_of(group, training) for group in training.groups]
         step_folder = folder / training.manifest.tag
         for group, step in zip(training.groups, steps, strict=True):
@@ -261,7 +284,7 @@ def export_universal(
                 its = step_folder / "zero" / name
                 its.mkdir(parents=True)
                 _save(its / "fp32.pt", {"param": training.weight(training.facts[name]).float()})
-                for state in training.states:
+                for state in group.states:
                     _save(its / f"{state}.pt", {"param": training.state(name, state).float()})
                 _save(its / "step.pt", step)
         _save(step_folder / "zero" / "optimizer_state.pt", _optimizer_of(training, steps))
@@ -297,7 +320,7 @@ def _step_of(group: _Group, training: _Training) -> Any:
         )
     step = max(taken.values(), default=0)
     # FusedAdam and DeepSpeedCPUAdam, ours by another name, count in an int, torch's optimizers in a tensor.
-    return step if training.is_ours else torch.tensor(float(step), device="cpu")
+    return step if group.is_ours else torch.tensor(float(step), device="cpu")
 
 
 def _optimizer_of(training: _Training, steps: list[Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from gemini.placement.demand import parse_bytes
+
 _UNITS = (("GB", 9), ("MB", 6), ("KB", 3))  # sizes of memory are in GB, also those above 1000
 _DIGITS = 4
 
@@ -28,6 +30,12 @@ def as_option(num_bytes: int) -> str:
     # An integer that is divided by a power of ten has no digits that a float would add.
     digits, rest = divmod(whole, 10**power)
     return f"{digits}{f'.{rest:0{power}d}'.rstrip('0').rstrip('.') if power else ''}{unit}"
+
+
+def in_python(num_bytes: int) -> str:
+    """Exactly so many bytes, to paste into a script: `"24GB"`, or the number where four digits do not say it."""
+    words = as_option(num_bytes)
+    return f'"{words}"' if parse_bytes(words, "a size") == num_bytes else str(num_bytes)
 
 
 def count(number: int, noun: str) -> str:

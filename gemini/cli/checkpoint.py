@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,8 +30,9 @@ def inspect(directory: _Directory, tag: _Tag = None, as_json: _Json = False) -> 
 
     Example: gemini checkpoint inspect checkpoints
     """
-    from gemini.checkpoint.directory import Directory
-    from gemini.checkpoint.manifest import read_manifest
+    with _loading_torch():
+        from gemini.checkpoint.directory import Directory
+        from gemini.checkpoint.manifest import read_manifest
 
     with _said():
         where = Directory(directory)
@@ -51,8 +52,9 @@ def verify(directory: _Directory, tag: _Tag = None, as_json: _Json = False) -> N
 
     Example: gemini checkpoint verify checkpoints --tag step_100
     """
-    from gemini.checkpoint.directory import Directory
-    from gemini.checkpoint.manifest import rank_files, read_manifest, verify_files
+    with _loading_torch():
+        from gemini.checkpoint.directory import Directory
+        from gemini.checkpoint.manifest import rank_files, read_manifest, verify_files
 
     with _said():
         folder = Directory(directory).find(tag)
@@ -97,15 +99,21 @@ def export(
             help="A folder whose config.json and tokenizer are copied, as of the base model, for huggingface."
         ),
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The moving averages of the weights in their place, for huggingface.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Write whole weights as safetensors files that from_pretrained loads, or a whole training for another library.
 
     Example: gemini checkpoint export checkpoints my-model --config base-model --dtype bf16
     """
+    with _loading_torch():
+        import gemini.checkpoint  # noqa: F401
+
     with _said():
         if to is not _Form.HUGGINGFACE:
-            given = {"--dtype": dtype, "--max-file": max_file, "--config": config}
+            given = {"--dtype": dtype, "--max-file": max_file, "--config": config, "--ema": ema or None}
             for option, value in given.items():
                 if value is not None:
                     raise ValueError(
@@ -115,7 +123,7 @@ def export(
             folder, total = _export_training(directory, out, tag, to, shows=not as_json)
         else:
             folder, total = _export_weights(
-                directory, out, tag, dtype or "own", max_file or "5GB", config, shows=not as_json
+                directory, out, tag, dtype or "own", max_file or "5GB", config, ema, shows=not as_json
             )
     names = sorted(each.name for each in folder.iterdir())
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -124,7 +132,14 @@ def export(
 
 
 def _export_weights(
-    directory: Path, out: Path, tag: str | None, dtype: str, max_file: str, config: Path | None, shows: bool
+    directory: Path,
+    out: Path,
+    tag: str | None,
+    dtype: str,
+    max_file: str,
+    config: Path | None,
+    averages: bool,
+    shows: bool,
 ) -> tuple[Path, int]:
     from gemini.checkpoint.exporting import export_weights, num_bytes
     from gemini.placement.demand import parse_bytes
@@ -132,7 +147,16 @@ def _export_weights(
     total = num_bytes(directory, tag, dtype)
     with _bar("export", total, shows) as told:
         limit = parse_bytes(max_file, "--max-file") or total
-        folder = export_weights(directory, out, tag=tag, dtype=dtype, max_file_bytes=limit, config=config, told=told)
+        folder = export_weights(
+            directory,
+            out,
+            tag=tag,
+            dtype=dtype,
+            max_file_bytes=limit,
+            config=config,
+            averages=averages,
+            told=told,
+        )
     return folder, total
 
 
@@ -170,11 +194,21 @@ def import_(
     Weights alone are loaded with load_checkpoint(..., weights_only=True).
     Example: gemini checkpoint import base-model checkpoints
     """
-    from gemini.checkpoint.foreign import import_checkpoint
+    with _loading_torch():
+        from gemini.checkpoint.foreign import import_checkpoint
 
     with _said(), _bar("import", None, shows=not as_json) as told:
         folder = import_checkpoint(foreign, directory, tag=tag, told=told)
     _tell(as_json, {"path": str(folder)}, str(folder))
+
+
+def _loading_torch() -> AbstractContextManager[None]:
+    """Inside, modules are imported that need torch: so long is said why nothing else is seen yet."""
+    from rich.console import Console
+
+    from gemini.cli.progress import working
+
+    return working(Console(stderr=True), "loading torch")
 
 
 def _tell(as_json: bool, facts: dict[str, Any], words: str) -> None:

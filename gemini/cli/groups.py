@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gemini.cli.question import Question
@@ -86,6 +87,13 @@ def _others(settings: Settings, ranks: Ranks) -> Iterator[tuple[str, Settings]]:
     if size > 1:
         words = f"{count // size} replicas of {size} shards, one on each node (--shard-group-size {size})"
         yield words, replace(settings, shard_group_size=size).over(count)
+    if size > 1 and settings.stage == 3:
+        words = f"the same, with states over all ranks (--shard-group-size {size} --optimizer-shard all)"
+        other = None
+        with suppress(ValueError):  # the settings have what cannot go with it
+            other = replace(settings, shard_group_size=size, optimizer_shard="all").over(count)
+        if other is not None:
+            yield words, other
     if size > 1 and settings.stage == 3:
         words = f"one group with a second copy of the weights on each node (--secondary-group-size {size})"
         yield words, replace(settings, secondary_group_size=size).over(count)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
 _ID = re.compile(rf"{_NAME}/{_NAME}")
@@ -36,12 +39,30 @@ def config_of(name: str) -> Path:
         raise NotOnHub(
             f"{name!r} is not in the cache ({_cache()}), and to ask the Hub needs: pip install huggingface_hub"
         ) from None
+    host = _host_unknown_here()
+    if host is not None:
+        raise NotOnHub(
+            f"{name!r} is not in the cache ({_cache()}), and no network reaches {host}: give the path of a copy of its "
+            "config.json"
+        )
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # whatever the network, the Hub and the disk have to say
         # The library's messages are paragraphs, of which the first sentence says what is wrong.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise NotOnHub(f"{name!r} has no config.json for us on the Hub: {lines[0] if lines else error!r}") from None
+
+
+def _host_unknown_here() -> str | None:
+    """The Hub's host, where its name has no address. The library tries that again for half a minute."""
+    host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
+    if host is None or getproxies().keys() & {"http", "https", "all"}:  # a proxy resolves names itself
+        return None
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return host
+    return None
 
 
 def _cache() -> Path:

@@ -62,6 +62,9 @@ def plan(
     secondary_group_size: Annotated[
         int | None, typer.Option(min=2, help="Ranks, as of a node, that keep a second copy of the weights. Likewise.")
     ] = None,
+    optimizer_shard: Annotated[
+        str, typer.Option(help="all: optimizer states over all ranks, weights and gradients over a group's. Likewise.")
+    ] = "group",
     policy: Annotated[str, typer.Option(help="auto, cpu, cuda, static or disk.")] = "auto",
     shard_param_frac: Annotated[
         float | None, typer.Option(min=0, max=1, help="static: of the weights, what is sharded. Default: 1.")
@@ -119,6 +122,7 @@ def plan(
             stage=stage,
             shard_group_size=shard_group_size,
             secondary_group_size=secondary_group_size,
+            optimizer_shard=optimizer_shard,
             tensor_placement_policy=policy,
             shard_param_frac=shard_param_frac,
             offload_optim_frac=offload_optim_frac,

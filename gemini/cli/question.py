@@ -22,13 +22,14 @@ from gemini.placement.cost import Ranks
 from gemini.placement.demand import (
     OPTIM_STATES,
     Dtype,
+    WeightSpec,
     Workload,
-    format_bytes,
+    in_units,
     parse_bytes,
 )
 from gemini.placement.machines import MACHINES, THIS, Machine, Rates
 from gemini.placement.needs import Packed
-from gemini.placement.optimizers import OptimizerKind
+from gemini.placement.optimizers import OptimizerKind, states_in_all
 from gemini.placement.plan import Plan
 from gemini.placement.policy import PlacementPolicy
 from gemini.placement.search import plan_training
@@ -243,7 +244,9 @@ class Question:
         # margins of `Budget.of`. Where there is no bound, a fixed part of the device is left to activations.
         there, free, plan = self.cluster.host_bytes, FreeBytes(activations=self.activations), None
         try:
-            plan = plan_training(self.packed, self._settings_with(there), free, self.optim_states, is_try)
+            # Where it is plain that there is no such plan, every chunk size would be tried in vain: for seconds.
+            if not self._is_short_in_all():
+                plan = plan_training(self.packed, self._settings_with(there), free, self.optim_states, is_try)
         except BudgetError as error:
             if error.tier != "host":
                 raise
@@ -253,18 +256,18 @@ class Question:
             plan = plan_training(self.packed, self._settings_with(None), free, self.optim_states, is_try)
         # `predicted` simulates a step. Without a bound on the host there is nothing to compare its peak with.
         needed = plan.host_bytes if there is None else plan.predicted.host_peak
-        words = f"training needs {needed} bytes ({format_bytes(needed)}) on the host of each rank"
+        words = f"training needs {needed} bytes{in_units(needed)} on the host of each rank"
         if needed > plan.host_bytes:
             words += f", {needed - plan.host_bytes} of them for gradients that find no gradient slot in a step"
         if self.cluster.is_emulated:
             needed += plan.device_bytes + (self.activations or 0)
             words = (
-                f"training needs {needed} bytes ({format_bytes(needed)}) of each rank with its activations, all in "
+                f"training needs {needed} bytes{in_units(needed)} of each rank with its activations, all in "
                 "host memory, since this machine has no accelerator"
             )
         if there is not None and needed > there:
             raise BudgetError(
-                f"host: {words}, and there are {there} ({format_bytes(there)})",
+                f"host: {words}, and there are {there}{in_units(there)}",
                 tier="host",
                 needed_bytes=needed,
                 budget_bytes=there,
@@ -278,6 +281,25 @@ class Question:
         except BudgetError as error:
             return error
         return None
+
+    def least_bytes_at_rest(self) -> int:
+        """What all ranks hold together of weights, gradients and optimizer state, at least.
+
+        That is without masters and padding, and never too much: of ranks that hold less none are tried.
+        """
+        weights = self.packed.spec.weights
+        trained = [weight for weight in weights if weight.trainable]
+        # States have fp32 where weights have 16 bits: see `_chunk_demand` in gemini/placement/needs.py.
+        states = states_in_all(self.optim_states, trained)
+        return sum(map(bytes_of, weights)) + sum(map(bytes_of, trained)) + states
+
+    def _is_short_in_all(self) -> bool:
+        """Whether devices and hosts together are too small for what rests there, wherever it rests."""
+        device, host = self.cluster.device_bytes, self.cluster.host_bytes
+        if device is None or host is None or self.settings.disk_path is not None or self.settings.update_in_backward:
+            return False
+        of_a_rank = max(0, device - (self.activations or 0)) + host
+        return self.least_bytes_at_rest() > of_a_rank * self.cluster.ranks.count
 
     def refusal_at_first(self) -> BudgetError | None:
         """Why `ShardedModel` refuses training where it is told `device_memory` alone, before a step has run."""
@@ -339,3 +361,8 @@ class Question:
         disk_bytes = None if self.settings.disk_path is None else self.cluster.disk_bytes
         device_bytes = self.cluster.device_bytes
         return replace(self.settings, device_memory=device_bytes, host_memory=host_bytes, disk_memory=disk_bytes)
+
+
+def bytes_of(weight: WeightSpec) -> int:
+    """Of the whole weight."""
+    return weight.numel * weight.dtype.itemsize

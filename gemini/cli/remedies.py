@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gemini.cli.amounts import as_option, in_words
-from gemini.cli.question import Question
+from gemini.cli.question import Question, bytes_of
 from gemini.errors import BudgetError
 from gemini.placement.budget import RESERVE
-from gemini.placement.demand import ModelSpec, OperatorSpec, WeightSpec
-from gemini.placement.optimizers import states_in_all
+from gemini.placement.demand import ModelSpec, OperatorSpec, parse_bytes
 from gemini.placement.plan import Plan
 
 _MOST_RANKS = 2**16
@@ -93,7 +92,8 @@ def in_the_way(question: Question, error: BudgetError, remedies: Sequence[Remedy
     on_host = [each[_HOST] for each in checkpointed if _HOST in each]
     if on_host and all(_HOST in each or _DISK in each for each in checkpointed):
         host = question.cluster.host_bytes or 0
-        states = f"it has {in_words(host)}, and states take {on_host[0]}"
+        taken = parse_bytes(on_host[0], _HOST) or 0
+        states = f"it has {in_words(host)}, and states take {in_words(taken)} of it"
         words += f". With checkpointing the host is short, too: {states}"
     return words
 
@@ -237,8 +237,8 @@ def _too_large(question: Question, error: BudgetError, budget: int) -> list[Oper
 def _least_bytes(operator: OperatorSpec, spec: ModelSpec) -> int:
     """What an operator in use takes on the device: its weights' slots and a gradient slot for the largest."""
     weights = [spec.weights[place] for place in operator.weights]
-    gradient = max((_bytes_of(weight) for weight in weights if weight.trainable), default=0)
-    return sum(map(_bytes_of, weights)) + gradient
+    gradient = max((bytes_of(weight) for weight in weights if weight.trainable), default=0)
+    return sum(map(bytes_of, weights)) + gradient
 
 
 def _smaller_operator(operators: list[OperatorSpec], spec: ModelSpec, budget: int) -> Iterator[Remedy]:
@@ -248,19 +248,15 @@ def _smaller_operator(operators: list[OperatorSpec], spec: ModelSpec, budget: in
     if len(shapes) != 1 or not budget:  # activations have taken the room
         return
     operator = operators[0]
-    weight = max((spec.weights[place] for place in operator.weights), key=_bytes_of)
+    weight = max((spec.weights[place] for place in operator.weights), key=bytes_of)
     is_of_experts = len(weight.shape) == _DIMENSIONS_OF_EXPERTS and "expert" in weight.name
     smaller = "experts in modules of their own, or a smaller operator," if is_of_experts else "a smaller operator"
     yield Remedy(
         (),
         f"{operator.name or 'The model'} alone needs more than the budget: its largest weight, "
-        f"{weight.name.removeprefix(f'{operator.name}.')}, has {in_words(_bytes_of(weight))}, and slots and gradient "
+        f"{weight.name.removeprefix(f'{operator.name}.')}, has {in_words(bytes_of(weight))}, and slots and gradient "
         f"slot each hold it whole; {smaller} would need less.",
     )
-
-
-def _bytes_of(weight: WeightSpec) -> int:
-    return weight.numel * weight.dtype.itemsize
 
 
 def _more_ranks(question: Question, error: BudgetError) -> Iterator[Remedy]:
@@ -275,7 +271,7 @@ def _more_ranks(question: Question, error: BudgetError) -> Iterator[Remedy]:
         (cluster.device_bytes or 0) + (cluster.host_bytes or 0),
     )
     # Tries are few, so those are saved that must fail: ranks whose whole memory is less than what rests there.
-    least = 0.0 if cluster.host_bytes is None else _least_bytes_at_rest(question) / max(1, per_rank)
+    least = 0.0 if cluster.host_bytes is None else question.least_bytes_at_rest() / max(1, per_rank)
     while count < _MOST_RANKS and tries < _TRIES:
         count *= 2
         if count < least:
@@ -291,16 +287,6 @@ def _more_ranks(question: Question, error: BudgetError) -> Iterator[Remedy]:
         if refused.tier == "device" and (refused.needed_bytes or 0) > _WHOLE * needed:
             return
         needed = refused.needed_bytes or 0
-
-
-def _least_bytes_at_rest(question: Question) -> int:
-    """What all ranks hold together of weights, gradients and optimizer state, at least: without masters and padding."""
-    # This must never be too much: ranks that would be enough would not be tried, and more of them be advised.
-    weights = question.packed.spec.weights
-    trained = [weight for weight in weights if weight.trainable]
-    # States have fp32 where weights have 16 bits: see `_chunk_demand` in gemini/placement/needs.py.
-    states = states_in_all(question.optim_states, trained)
-    return sum(map(_bytes_of, weights)) + sum(map(_bytes_of, trained)) + states
 
 
 def _more_device_memory(question: Question, needed: int, device: int) -> Iterator[Remedy]:

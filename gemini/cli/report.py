@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from gemini.cli.amounts import as_option, count, in_words, unit_of
+from gemini.cli.amounts import as_option, count, in_python, in_words, unit_of
 from gemini.cli.asked import say
 from gemini.cli.groups import choose, predicted_of, step_of
 from gemini.cli.model import with_options
@@ -184,7 +184,8 @@ class _Answering:
         # once if it is given the bytes that they leave to model data.
         given = "".join(f", {name}={value!r}" for name, value in chosen_of(plan.settings).items())
         self._notes.append(
-            f"ShardedModel makes this plan with device_memory={device}, model_data_memory={plan.budget_bytes}{given}."
+            f"ShardedModel makes this plan with device_memory={in_python(device)}, "
+            f"model_data_memory={in_python(plan.budget_bytes)}{given}."
         )
         # What fits a smaller budget fits the one that is left before a step, so nothing is tried then.
         first = Budget.of(replace(plan.settings, host_memory=None), FreeBytes(fraction=LESS_FOR_ACTIVATIONS[-1])).device
@@ -193,8 +194,8 @@ class _Answering:
         refused = self._question.refusal_at_first()
         if refused is not None:
             self._notes.append(
-                f"With device_memory={device} alone ShardedModel leaves at least {LESS_FOR_ACTIVATIONS[-1]:.0%} to "
-                f"activations until a step has run, and refuses to train: {refused}."
+                f"With device_memory={in_python(device)} alone ShardedModel leaves at least "
+                f"{LESS_FOR_ACTIVATIONS[-1]:.0%} to activations until a step has run, and refuses to train: {refused}."
             )
         return plan.budget_bytes
 
@@ -247,6 +248,7 @@ def chosen_of(settings: Settings) -> dict[str, Any]:
         "disk_memory",
     )
     values = {name: getattr(settings, name) for name in names}
+    values["optimizer_shard"] = None if settings.optimizer_shard == "group" else settings.optimizer_shard
     values["update_in_backward"] = settings.update_in_backward or None
     # Without a disk, on a host that free memory bounds, one backward in each step is what is planned for at first.
     if settings.gradient_accumulation_steps == 1 and settings.disk_path is None:

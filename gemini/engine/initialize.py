@@ -26,6 +26,7 @@ from gemini.engine.config import Config, load_config
 from gemini.engine.config.config import SETTINGS
 from gemini.engine.config.load import Dialect
 from gemini.engine.config.load import Source as Source
+from gemini.engine.config.muon import check_modules
 from gemini.engine.engine import Engine
 from gemini.engine.schedules import make_schedule, moves_by_metric
 from gemini.errors import ConfigError, DivergenceError, UnsupportedError
@@ -313,7 +314,12 @@ def optimizer_of(
     chosen_parameters = list(model.parameters() if parameters is None else parameters)
     if given is None:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        return None if config.optimizer is None else config.optimizer.make(chosen_parameters, names)
+        if config.optimizer is None:
+            return None
+        named = config.optimizer.make(chosen_parameters, names)
+        if config.optimizer.is_muon:
+            check_modules(named if isinstance(named, list) else [named], model)
+        return named
     # A lambda or a partial has its own arguments, and would raise on those of the config.
     arguments = config.optimizer.params if config.optimizer is not None and inspect.isclass(given) else {}
     made = given(chosen_parameters, **arguments)

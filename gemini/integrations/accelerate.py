@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import accelerate
+from gemini.integrations.needed import needed
+
+with needed("accelerate"):
+    import accelerate
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DDPCommunicationHookType
@@ -202,18 +205,40 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects as Accelerate does; every module with parameters becomes a `ShardedModel`. Collective.
 
-        Raises UnsupportedError for an optimizer of parameters of no module that is, or was, prepared, and what
-        `ShardedModel` and `ShardedOptimizer` raise.
+        A list of optimizers of one module, `prepare(model, [muon, adam])`, becomes one optimizer, whose step is of all.
+        Raises UnsupportedError for an optimizer of parameters of no module that is, or was, prepared, for several of
+        one module that are not in a list, and what `ShardedModel` and `ShardedOptimizer` raise.
         """
-        modules = [*self._sharded_models(), *(each for each in args if isinstance(each, nn.Module))]
-        for each in args:
-            if isinstance(each, Optimizer) and not isinstance(each, (ShardedOptimizer, AcceleratedOptimizer)):
-                _module_of(each, modules)  # or raises, before anything has changed
+        self._check_optimizers(args)  # before anything has changed
         args = tuple(self._sharded(each) if isinstance(each, nn.Module) else each for each in args)
         for each in args:
             if isinstance(each, ShardedModel):
                 self.prepare_model(each)  # before any optimizer, which may stand before its model
+        args = tuple(self._one_of(each) if _are_several(each) else each for each in args)
         return super().prepare(*args, device_placement=device_placement)
+
+    def _check_optimizers(self, args: tuple[Any, ...]) -> None:
+        modules = [*self._sharded_models(), *(each for each in args if isinstance(each, nn.Module))]
+        optimizer_of: dict[int, Any] = {}  # by the id of the module
+        for given in args:
+            optimizers = list(given) if _are_several(given) else [given]
+            if not all(_is_plain(each) for each in optimizers):
+                continue
+            module = _module_of(optimizers, modules)
+            before = optimizer_of.setdefault(id(module), given)
+            if before is not given:
+                names = " and ".join(type(each).__name__ for each in (before, given))
+                raise UnsupportedError(
+                    f"{names} are of one model, and a sharded model has one step: give them as a list, "
+                    "'model, optimizer = accelerator.prepare(model, [first, second])', and call step() of the one that "
+                    "comes back"
+                )
+
+    def _one_of(self, optimizers: Sequence[Optimizer]) -> Any:
+        """One optimizer of several, which are of one model. Collective."""
+        model = _module_of(optimizers, self._sharded_models())
+        options = self.gemini.optimizer_options() | self._scaler_options()
+        return ShardedOptimizer(model, optimizers if len(optimizers) > 1 else optimizers[0], **options)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -253,9 +278,7 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)  # type: ignore[no-any-return]
         if not isinstance(optimizer, ShardedOptimizer):
-            model = _module_of(optimizer, self._sharded_models())
-            options = self.gemini.optimizer_options() | self._scaler_options()
-            optimizer = ShardedOptimizer(model, optimizer, **options)
+            optimizer = self._one_of([optimizer])
         # With device_placement Accelerate would load the whole state back into the optimizer, on every rank.
         prepared = PreparedOptimizer(optimizer, device_placement=False, scaler=None)
         self._optimizers.append(prepared)
@@ -275,7 +298,7 @@ class Accelerator(accelerate.Accelerator):
         """Prepare a schedule, of the plain or of the prepared optimizer. Local. Raises nothing."""
         for optimizer in self._optimizers:
             # Scripts make the schedule of the plain optimizer, whose param groups are those of the sharded one.
-            if scheduler.optimizer.param_groups[0] is optimizer.param_groups[0]:
+            if any(scheduler.optimizer.param_groups[0] is group for group in optimizer.param_groups):
                 break
         else:
             return super().prepare_scheduler(scheduler)
@@ -456,13 +479,23 @@ class Accelerator(accelerate.Accelerator):
         return [each.optimizer for each in self._optimizers if isinstance(each, PreparedOptimizer)]
 
 
-def _module_of(optimizer: Optimizer, modules: list[Any]) -> Any:
-    """The module whose parameters the optimizer has. Raises UnsupportedError if there is none."""
-    optimizer_parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+def _is_plain(given: Any) -> bool:
+    return isinstance(given, Optimizer) and not isinstance(given, (ShardedOptimizer, AcceleratedOptimizer))
+
+
+def _are_several(given: Any) -> bool:
+    """Whether it is a list of plain optimizers."""
+    return isinstance(given, (list, tuple)) and len(given) > 0 and all(map(_is_plain, given))
+
+
+def _module_of(optimizers: Sequence[Optimizer], modules: list[Any]) -> Any:
+    """The module whose parameters the optimizers have. Raises UnsupportedError if there is none."""
+    its = {parameter for each in optimizers for group in each.param_groups for parameter in group["params"]}
     for module in modules:
-        if optimizer_parameters.issubset(module.parameters()):
+        if its.issubset(module.parameters()):
             return module
+    names = " and ".join(type(each).__name__ for each in optimizers)
     raise UnsupportedError(
-        f"the parameters of {type(optimizer).__name__} are not all of one model that prepare() was given: make one "
-        "optimizer for each model, and give prepare() the model together with it, or before it"
+        f"the parameters of {names} are not all of one model that prepare() was given: make one optimizer, or one list "
+        "of them, for each model, and give prepare() the model together with it, or before it"
     )

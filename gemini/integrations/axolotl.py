@@ -11,7 +11,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from axolotl.integrations.base import BasePlugin
+from gemini.integrations.needed import needed
+
+with needed("axolotl"):
+    from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
 from gemini.errors import UnsupportedError

@@ -7,19 +7,30 @@ makes a `ShardedOptimizer` of what `configure_optimizers` returns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
+
+from gemini.integrations.needed import needed
+
+with needed("lightning"):
+    import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.core.optimizer import (
+    LightningOptimizer,
+    _configure_optimizers,
+    _configure_schedulers_automatic_opt,
+    _validate_optimizers_attached,
+    _validate_scheduler_api,
+)
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -44,6 +55,7 @@ from gemini.integrations.shared import (
 from gemini.launch import launched_config
 from gemini.model.operators import cast_tensors
 from gemini.model.sharded_model import ShardedModel
+from gemini.optimizer.averages import AveragedWeights
 from gemini.optimizer.sharded_optimizer import ShardedOptimizer
 from gemini.settings import CASTABLE_DTYPES, Weights
 
@@ -228,6 +240,11 @@ class GeminiStrategy(DDPStrategy):
         self._sharded: ShardedModel | None = None
         self._fitted: ShardedOptimizer | None = None  # of the last fit
 
+    @property
+    def ema(self) -> AveragedWeights | None:
+        """The averages of the weights of the last fit, see `ShardedOptimizer.ema`; None without the field `ema`."""
+        return None if self._fitted is None or self._fitted.is_closed else self._fitted.ema
+
     # -- precision
 
     def __repr__(self) -> str:
@@ -291,14 +308,33 @@ class GeminiStrategy(DDPStrategy):
                 )
             # Optimizers come before the wrap, so that what cannot be sharded is refused while the module is plain.
             self.setup_optimizers(trainer)
-            _check_optimizers(self.optimizers)
+            _check_optimizers(self.optimizers, module)
         self.model = self._wrap(module, trainer.accumulate_grad_batches if fits else None)
         tell_device(module, self.root_device)
         if fits:
-            self.optimizers = [self._shard(each) for each in self.optimizers]
+            self.optimizers = [self._shard([plain_of(each) for each in self.optimizers])]
         # The precision plugin scales losses by the optimizers that it is shown here, so they must be sharded by now.
         self.setup_precision_plugin()
         self.barrier()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Call `configure_optimizers`, which may return several optimizers for one step of all. Collective.
+
+        Raises what Lightning raises for what it returns.
+        """
+        module = self.lightning_module
+        assert module is not None
+        made = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=module)
+        optimizers, schedules, monitor = ([], [], None) if made is None else _configure_optimizers(made)
+        if not module.automatic_optimization or len(optimizers) < 2:
+            with _returning(module, "configure_optimizers", made):  # it is called once, as by any strategy
+                super().setup_optimizers(trainer)
+            return
+        # Lightning refuses several optimizers, because it would not know when to step which. Here they step together.
+        configs = _configure_schedulers_automatic_opt(schedules, monitor)
+        _validate_optimizers_attached(optimizers, configs)
+        _validate_scheduler_api(configs, module)
+        self.optimizers, self.lr_scheduler_configs = optimizers, configs
 
     def _refuse_foreign_fit(self, module: nn.Module) -> None:
         """Of a module that another Trainer has sharded, the `ShardedModel` is not at hand."""
@@ -329,17 +365,19 @@ class GeminiStrategy(DDPStrategy):
         say_model(self._sharded, without_effect(config))
         return self._sharded
 
-    def _shard(self, optimizer: Optimizer) -> Optimizer:
-        plain = plain_of(optimizer)
+    def _shard(self, given: list[Any]) -> Optimizer:
+        """One optimizer of all that were given."""
+        first: Optimizer = given[0]
         # Lightning's stand-in for a module without an optimizer has no param groups.
-        if isinstance(plain, ShardedOptimizer) or not plain.param_groups or self._sharded is None:
-            return plain  # type: ignore[no-any-return]
+        if self._sharded is None or isinstance(first, ShardedOptimizer) or not any(its.param_groups for its in given):
+            return first
         # A model has one optimizer at a time. `Tuner.lr_find()` has fitted it before, with an optimizer of its own.
         if self._fitted is not None:
             self._fitted.close()
         for each in self.lr_scheduler_configs:
             # The schedule watches `step()` of the plain optimizer, which nobody calls: torch would warn of it.
             each.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+        plain = given if len(given) > 1 else first
         self._fitted = ShardedOptimizer(self._sharded, plain, **self.config.optimizer_options())
         return self._fitted
 
@@ -495,14 +533,124 @@ class GeminiStrategy(DDPStrategy):
         return [] if self._sharded is None else [self._sharded]
 
 
+# -- `ShardedWeightAveraging`: evaluation with the averages of the weights, and their place in checkpoints.
+
+
+class ShardedWeightAveraging(pl.Callback):
+    """Evaluates with the averages of the weights, and saves them: `Trainer(callbacks=[ShardedWeightAveraging()])`.
+
+    The averages are those of the strategy: `GeminiStrategy(ema=0.999)`. Before the first averaging, and in `validate`,
+    `test` and `predict` with a `ckpt_path`, whose weights are asked for, the weights are evaluated.
+
+    Args:
+        evaluates: validation, also inside `fit`, test and prediction have the averages in the place of the weights.
+        saves: a checkpoint of one file has the averages as "ema_state_dict", in the names of "state_dict". One in parts
+            has them in any case: `gemini checkpoint export --ema` makes whole weights of it.
+
+    Local. `fit` raises UnsupportedError without averages, and with another strategy.
+
+    Example:
+        >>> trainer = pl.Trainer(strategy=GeminiStrategy(ema=0.999), callbacks=[ShardedWeightAveraging()], barebones=False)
+    """
+
+    def __init__(self, *, evaluates: bool = True, saves: bool = True) -> None:
+        self._evaluates = evaluates
+        self._saves = saves
+        self._inside: AbstractContextManager[None] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """Raises UnsupportedError where there are no averages. Local."""
+        if not isinstance(trainer.strategy, GeminiStrategy):
+            raise UnsupportedError("ShardedWeightAveraging is for Trainer(strategy=GeminiStrategy(ema=0.999))")
+        if trainer.strategy.ema is None:
+            raise UnsupportedError("ShardedWeightAveraging without averages: give GeminiStrategy(ema=0.999)")
+
+    def on_validation_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """The averages come into the place of the weights. Collective."""
+        self._enter(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """The weights come back, before a `ModelCheckpoint` saves. Collective."""
+        self._leave()
+
+    def on_test_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """See `on_validation_start`."""
+        self._enter(trainer)
+
+    def on_test_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """See `on_validation_end`."""
+        self._leave()
+
+    def on_predict_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """See `on_validation_start`."""
+        self._enter(trainer)
+
+    def on_predict_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """See `on_validation_end`."""
+        self._leave()
+
+    def on_exception(self, trainer: Any, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The weights come back, also after Ctrl-C. Collective."""
+        self._leave()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put whole averages into the checkpoint on rank 0, which writes it. Collective."""
+        ema = _ema_of(trainer)
+        if self._saves and ema is not None and checkpoint.get("optimizer_states"):
+            with ema.weights():
+                averages = trainer.strategy.lightning_module_state_dict()
+            if averages:
+                checkpoint["ema_state_dict"] = averages
+
+    def _enter(self, trainer: Any) -> None:
+        ema = _ema_of(trainer)
+        if not self._evaluates or ema is None:
+            return
+        if trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None:
+            return
+        self._inside = ema.weights()
+        self._inside.__enter__()
+
+    def _leave(self) -> None:
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.__exit__(None, None, None)
+
+
+def _ema_of(trainer: Any) -> AveragedWeights | None:
+    """The averages, if there are any by now."""
+    ema = trainer.strategy.ema if isinstance(trainer.strategy, GeminiStrategy) else None
+    return None if ema is None or ema.num_averaged == 0 else ema
+
+
 # Whoever has imported this module may write `Trainer(strategy="gemini")`, and a config of Lightning's command line too.
 StrategyRegistry.register("gemini", GeminiStrategy, description="ZeRO in chunks, under memory budgets", override=True)
 
 
-def _check_optimizers(optimizers: list[Any]) -> None:
-    sharding = [each for each in optimizers if plain_of(each).param_groups]
-    if len(sharding) > 1:
+@contextmanager
+def _returning(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Inside, the module's method of this name returns `value`."""
+    own = vars(module).get(name)
+    setattr(module, name, lambda: value)
+    try:
+        yield
+    finally:
+        delattr(module, name)
+        if own is not None:
+            setattr(module, name, own)
+
+
+def _check_optimizers(optimizers: list[Any], module: pl.LightningModule) -> None:
+    sharding = [plain for plain in map(plain_of, optimizers) if plain.param_groups]
+    if len(sharding) > 1 and not module.automatic_optimization:
         raise UnsupportedError(
-            f"configure_optimizers() returns {len(sharding)} optimizers, and a sharded model has one: give it several "
-            "param groups"
+            f"configure_optimizers() returns {len(sharding)} optimizers with automatic_optimization=False, and a "
+            "sharded model has one step: leave automatic_optimization True, and they step together, with one norm and "
+            "one clip; or return one optimizer with several param groups"
+        )
+    already = [each for each in sharding if isinstance(each, ShardedOptimizer)]
+    if len(sharding) > 1 and already:
+        raise UnsupportedError(
+            "configure_optimizers() returns a ShardedOptimizer beside others: return the plain optimizers, which the "
+            "strategy makes one of"
         )

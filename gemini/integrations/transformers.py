@@ -16,16 +16,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import accelerate
 import torch
-import transformers
+
+from gemini.integrations.needed import needed
+
+with needed("accelerate", "transformers"):
+    import accelerate
+    import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, check_target_module_exists
 
 from gemini.engine.config import Config
 from gemini.engine.config.config import SETTINGS, OptimizerConfig
+from gemini.engine.config.muon import check_modules
 from gemini.engine.initialize import Source, say_model, scheduler_of
 from gemini.engine.schedules import make_schedule
 from gemini.errors import ConfigError, UnsupportedError
@@ -282,13 +287,34 @@ def class_and_arguments(optimizer: OptimizerConfig, args: Any) -> tuple[type[tor
 def muon_of(optimizer: OptimizerConfig, args: Any, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon of the model's hidden matrices, and Adam of the rest, as the config and TrainingArguments have them. Local.
 
-    As in DeepSpeed, weight decay is of all parameters.
+    As in DeepSpeed, weight decay is of all parameters. With `TrainingArguments(optim_target_modules=)` Muon updates
+    hidden matrices of these modules alone.
     """
     said = {name: value(args) for name, value in _OPTIMIZER.items()}
     named = OptimizerConfig(type=optimizer.type, params={**said, **optimizer.params})
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    made = named.make([parameter for parameter in names if parameter.requires_grad], names)
-    return made if isinstance(made, list) else [made]
+    made = named.make([parameter for parameter in names if parameter.requires_grad], names, _targets(args, model))
+    optimizers = made if isinstance(made, list) else [made]
+    check_modules(optimizers, model)
+    return optimizers
+
+
+def _targets(args: Any, model: nn.Module) -> set[Tensor] | None:
+    """The weights of the modules that `optim_target_modules` names; None: it names none."""
+    wanted = args.optim_target_modules
+    if wanted is None:
+        return None
+    is_all = isinstance(wanted, str) and wanted.replace("_", "-") == "all-linear"
+    found: set[Tensor] = set()
+    for name, module in model.named_modules():
+        if is_all or check_target_module_exists(wanted, name):
+            found.update(module.parameters(recurse=False))
+    if is_all:  # not what embeds, also where the head shares it
+        tables = [each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+        found.difference_update(each.weight for each in tables)
+    if not found:
+        raise ConfigError(f"TrainingArguments(optim_target_modules={wanted!r}) names no module with weights for Muon")
+    return found
 
 
 _EIGHT_BIT = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
@@ -344,6 +370,47 @@ def beside(settings: Settings) -> Settings:
     of_names = ("ignored_parameters", "disk_optim_frac", *BUDGETS)
     fields = {name: getattr(plain, name) for name in (*of_training, *of_names)}
     return replace(settings.with_policy(policy), **fields)
+
+
+# -- `EmaCallback`: a Trainer that evaluates with the averages of the weights, and saves them.
+
+
+_AVERAGES = "ema"  # the folder of averages in each checkpoint of the Trainer
+
+
+class EmaCallback(transformers.TrainerCallback):
+    """Has a Trainer of this module evaluate with the averages of the weights, and save them.
+
+    The averages are those of the config: `Trainer(config={"ema": 0.999})`. Before the first averaging the weights are
+    evaluated.
+
+    Args:
+        evaluates: `evaluate()` and `predict()` have the averages in the place of the weights, also inside a training.
+        saves: each checkpoint has a folder "ema" with the averages, which `from_pretrained` loads, beside the weights.
+
+    Local. Without averages, and in a Trainer that is not sharded, the training raises UnsupportedError as it begins.
+
+    Example:
+        >>> trainer = Trainer(model, args, train_dataset=data, config={"ema": 0.999}, callbacks=[EmaCallback()])
+    """
+
+    def __init__(self, *, evaluates: bool = True, saves: bool = True) -> None:
+        self.evaluates = evaluates
+        self.saves = saves
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedError where there are no averages. Local."""
+        optimizer = kwargs.get("optimizer")
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise UnsupportedError(
+                "EmaCallback is for a Trainer of gemini.integrations.transformers, and this one is not sharded: import "
+                "Trainer from there"
+            )
+        if optimizer.ema is None:
+            raise UnsupportedError(
+                'EmaCallback without averages: give Trainer(config={"ema": 0.999}), or a ShardedOptimizer(..., '
+                "ema=0.999) in optimizers="
+            )
 
 
 # -- Which Trainer is sharded: the names and the default of its arguments.
@@ -405,6 +472,8 @@ class ShardedTraining(_Trainer):
     """
 
     optimizer: Any
+    callback_handler: Any
+    state: Any
     lr_scheduler: Any
     model_wrapped: Any
     optimizer_cls_and_kwargs: Any
@@ -597,6 +666,31 @@ class ShardedTraining(_Trainer):
         """
         with GatheredParameters(self.sharded_model):
             yield self.model
+
+    # -- averages of the weights
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the Trainer does, with an `EmaCallback` by the averages. Collective. Raises what the model raises."""
+        with self._averaged("evaluates"):
+            return super().evaluation_loop(*args, **kwargs)
+
+    @contextmanager
+    def _averaged(self, what: str) -> Iterator[bool]:
+        """Inside, the model has the averages, if an `EmaCallback` says it and there are any, which it yields."""
+        ema = self.optimizer.ema if isinstance(self.optimizer, ShardedOptimizer) else None
+        its = (each for each in self.callback_handler.callbacks if isinstance(each, EmaCallback))
+        if ema is None or ema.num_averaged == 0 or self.optimizer.is_closed or not any(getattr(i, what) for i in its):
+            yield False
+            return
+        with ema.weights():
+            yield True
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        with self._averaged("saves") as are_any:
+            if are_any:
+                folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+                self._save(str(folder / _AVERAGES))
 
     # -- files
 

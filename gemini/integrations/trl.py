@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
-import trl
+from gemini.integrations.needed import needed
+
+with needed("transformers", "trl"):
+    import transformers
+    import trl
 
 from gemini.integrations.transformers import ShardedTraining, sharded_class
 

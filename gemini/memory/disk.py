@@ -28,7 +28,7 @@ from gemini.memory.direct import BLOCK_BYTES, DirectFile, in_blocks
 from gemini.memory.tier import MemoryTier
 from gemini.memory.workers import Workers, WorkPiece, give_up
 from gemini.observe import Feed, Span
-from gemini.placement.demand import format_bytes
+from gemini.placement.demand import in_units
 
 
 class DiskFailure(GeminiError):
@@ -139,7 +139,7 @@ class DiskTier(MemoryTier):
     def _no_room(self, num_bytes: int, kind: str, error: OSError) -> BudgetError:
         free = psutil.disk_usage(str(self.folder)).free
         return self._refusal(
-            f"no room for {num_bytes} bytes of {kind} in {self.folder}, where {free} bytes ({format_bytes(free)}) are "
+            f"no room for {num_bytes} bytes of {kind} in {self.folder}, where {free} bytes{in_units(free)} are "
             f"free and this rank holds {self._end}: {error.strerror} (errno {error.errno}). Free some, or name another "
             "folder with disk_path=",
             self.ledger.total_bytes + num_bytes,

@@ -5,8 +5,8 @@ Names of `FSDPModule` that have no meaning here are in `gemini/elsewhere.py`, wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +68,26 @@ class FsdpMethods(PlainView):
         if torch.is_grad_enabled():
             self.reshard()
 
+    @contextmanager
+    def sharded_state_dicts(self) -> Iterator[None]:
+        """Context manager in which state dicts of the model and its optimizer have `DTensor`s. Collective.
+
+        Each rank then keeps its rows of each tensor, Shard(0) over the ranks of the data, as FSDP2's are laid out:
+        for `get_model_state_dict` and `get_state_dict` of torch with `full_state_dict=False`, and
+        `torch.distributed.checkpoint.save` and `load` of what they return. One chunk is whole at a time. Weights that
+        are trained in 16 bits are their fp32 masters, buffers and step counts are plain tensors. Loading takes wholes
+        or `DTensor`s of any mesh, inside and outside. In one process without a process group all is whole.
+
+        Raises nothing of its own; inside, `state_dict(rank0_only=True)` raises ValueError.
+
+        Example:
+            >>> from torch.distributed.checkpoint.state_dict import get_model_state_dict
+            >>> with model.sharded_state_dicts():
+            ...     state = get_model_state_dict(model)
+        """
+        with self.chunk_manager.sharding_rows():
+            yield
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients over the ranks, from now on. Local, alike on every rank.
 
@@ -94,6 +114,29 @@ class FsdpMethods(PlainView):
             self._unsynced = ExitStack()
             books = self.chunk_manager.grads.books
             self._unsynced.enter_context(books.unsynchronized())
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backwards of replicas (HSDP) exchange gradients from now on. Local, alike on every rank.
+
+        After False each group of ranks adds up by itself, and what uses gradients next has the groups exchange their
+        sums once. The second and further backwards of a step do so anyhow, and with `gradient_accumulation_steps` the
+        first one, too. Without replicas it has no effect.
+
+        Args:
+            requires_all_reduce: False leaves the exchange for later.
+            recurse: must be True: chunks are reduced whole, whichever modules they are of.
+
+        Raises ValueError for `recurse=False`.
+
+        Example:
+            >>> for micro_batch in range(4):
+            ...     model.set_requires_all_reduce(micro_batch == 3)
+            ...     optimizer.backward(model(torch.ones(2, 8, device=gemini.current_device())).sum() / 4)
+        """
+        if not recurse:
+            raise ValueError("set_requires_all_reduce(recurse=False) is not possible: chunks span modules")
+        books = self.chunk_manager.grads.books
+        books.leave_replicas(not requires_all_reduce)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """A hint without effect: the order of the first forward is what later ones fetch ahead by. Local.

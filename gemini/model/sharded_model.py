@@ -48,7 +48,7 @@ from gemini.runtime.calls import Operator
 from gemini.runtime.grads import Becomes
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.step import Step
-from gemini.settings import BUDGETS, Budgets, Options, Settings, Strategy, check_dtype
+from gemini.settings import BUDGETS, Budgets, DtypeLike, Options, Settings, Strategy, checked_dtype
 from optim.adam import refuse_unknown_arguments
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class ShardedModel(FsdpMethods):
         device_mesh: DeviceMesh | None = None,
         settings: Settings | None = None,
         cast_inputs: bool | None = None,
-        output_dtype: torch.dtype | None = None,
+        output_dtype: DtypeLike | None = None,
         **options: Unpack[Options],
     ) -> None:
         publish_exit()
@@ -318,7 +318,7 @@ class ShardedModel(FsdpMethods):
         settings = Settings.of(owner, *others, settings=settings, shard_strategy=shard_strategy, **options)
         if not isinstance(cast_inputs, bool | None):
             raise TypeError(f"cast_inputs must be True or False, or None, found {cast_inputs!r}")
-        check_dtype("output_dtype", output_dtype)
+        output_dtype = checked_dtype("output_dtype", output_dtype)
         ignored = ignored_in(module, settings)
         mesh = ranks_in(process_group, device_mesh)
         with local_parameters(module, mesh, ignored) as (local, mesh), checked_aliases(module, ignored) as ties:
@@ -393,6 +393,9 @@ class ShardedModel(FsdpMethods):
             # refusal of ours has changed nothing, and checkpointing ends a recomputation with an exception of its own.
             if not (isinstance(error, GeminiError) or self.chunk_manager.step.is_recomputing()):
                 self.chunk_manager.communicator.publish(error)
+            cause = self.chunk_manager.communicator.cause_of(error)
+            if cause is not None:
+                raise cause from error
             if not self._casts_inputs:
                 note_dtypes(error, (managed.dtype for managed in self.chunk_manager.parameters), (args, kwargs))
             raise

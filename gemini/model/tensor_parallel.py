@@ -103,7 +103,8 @@ class LocalParameters:
             assert layout is not None
             for owner, leaf in places:
                 by_operator.setdefault(_operator_of(owner, operators), []).append((owner, leaf, layout))
-        beside = {parameter: self._cut_in(chunk) for chunk in chunks for parameter in chunk.raw}
+        cut_in = [(chunk, self._cut_in(chunk)) for chunk in chunks]
+        beside = {parameter: cut for chunk, cut in cut_in for parameter in chunk.raw}
         for operator, _ in operators if by_operator else ():
             its = by_operator.get(operator, [])
             if its and is_compiled(operator):
@@ -215,7 +216,8 @@ def _with_parts(name: str, parameter: Any, mesh: RankMesh) -> RankMesh:
     """`mesh`, whose parts are the ranks of this parameter's mesh."""
     ranks = tuple(parameter.device_mesh.mesh.flatten().tolist())
     if mesh.parts in ((), ranks):
-        return replace(mesh, parts=ranks)
+        groups = (*mesh.exchanges, *parameter.device_mesh.get_all_groups())
+        return replace(mesh, parts=ranks, exchanges=tuple(dict.fromkeys(groups)))
     raise UnsupportedError(
         f"parameter {name!r} is a DTensor over ranks {list(ranks)}, and others are over ranks {list(mesh.parts)}: one "
         "dimension of a mesh may divide a model's tensors"

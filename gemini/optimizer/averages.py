@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, UnsupportedError
 
 AVERAGE = "ema"
 """The name of the state, in state dicts, checkpoints and `safe_get_full_optimizer_state`."""
+OTHERS = "averages"
+"""The key of a state dict for averages of parameters that have no entry: no step has updated them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,9 @@ class Ema:
 
     The first averaging copies the weights, as in `torch.optim.swa_utils.AveragedModel`. A step that was skipped because
     of a gradient that is not finite averages nothing.
+
+    Moments that are reset, and a parameter that moves to another optimizer, leave its average as it is.
+    `discard_state()` gives it up with the rest: the average of a frozen parameter is its weights from then on.
 
     Args:
         decay: the share of the old average, from 0 to 1.
@@ -151,6 +156,12 @@ class AveragedWeights:
     def __repr__(self) -> str:
         return f"{self._averages.ema} after {self.num_averaged} averagings"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "optimizer.ema cannot be pickled or copied: its averages are in optimizer.state_dict(), and a copy of the "
+            "model inside optimizer.ema.weights() has them"
+        )
+
     @property
     def num_averaged(self) -> int:
         """How often the weights were averaged; as `n_averaged` of torch's `AveragedModel`."""
@@ -170,8 +181,8 @@ class AveragedWeights:
         brings the same bits back. A step, a change of the optimizer and a checkpoint with the optimizer are refused
         inside; what is written to the weights inside is written to the averages.
 
-        Raises GeminiError inside a forward or backward, inside another such block, and where gradients wait for a step
-        with `update_in_backward`; nothing has changed then.
+        Raises GeminiError inside a forward or backward, inside another such block, of an optimizer or a model that was
+        closed, and where gradients wait for a step with `update_in_backward`; nothing has changed then.
 
         Example:
             >>> with optimizer.ema.weights():  # doctest: +SKIP

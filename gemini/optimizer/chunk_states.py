@@ -20,7 +20,7 @@ from gemini.memory.memory import RankMemory
 from gemini.memory.transfer import Region, Tickets, wait_on_tier
 from gemini.model.sharded_model import ShardedModel
 from gemini.optimizer.averages import AVERAGE, Averages
-from gemini.optimizer.elementwise import AdamUpdate, settings_in_words
+from gemini.optimizer.elementwise import settings_in_words
 from gemini.optimizer.several import GroupRules, SeveralUpdates, UpdateRule
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate, ShardView, StoredStates, runs_of
 from gemini.placement.demand import Kind, StateHome, Tier, update_tier
@@ -31,9 +31,12 @@ from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.manager import ChunkManager
 from gemini.runtime.params import ParamStore
 from gemini.runtime.step import Step
-from optim import StateLayout
+from optim import FP32, StateFormat, StateLayout
 
 # -- One chunk's optimizer state: flat per-element states, and step counts and other scalars by parameter.
+
+Formats = dict[str, list[StateFormat | None]]
+"""How memories are stored: by their names, then by position. None: the parameter has no such state."""
 
 
 def resting_tier(home: StateHome, count: float, memory: RankMemory) -> Tier:
@@ -57,11 +60,12 @@ class ChunkOptimizerState:
     is_fused: bool  # our Adam updates all parameters: every one has all of `flats`, and `step` is an int, not a tensor
     groups: list[int | None]  # by position: the param group; None for a parameter in no group
     rules: GroupRules | None = None  # where groups differ in what updates them, or some are updated whole
-    layout: StateLayout | None = None  # of each of `flats`, if elements are not stored as `dtype`
+    formats: Formats = field(default_factory=dict)  # of the memories of which some part is not stored as `dtype`
     flats: dict[str, Tensor] = field(default_factory=dict)
-    """(optim_numel,) each, or (layout.num_bytes,) uint8; two names may share one."""
+    """(optim_numel,) each, or (num_bytes,) uint8 of those that have a layout; two names may share one."""
     held: dict[str, Tensor] = field(default_factory=dict)  # the same, each once, by the name of its memory
     tickets: Tickets = field(default_factory=Tickets)  # of all `flats`
+    layouts: dict[str, StateLayout] = field(init=False)  # of `formats`
     dtype: torch.dtype = field(init=False)  # of each element of `flats`
     update_tier: Tier = field(init=False)  # on which updates run: what rests on the disk is brought to the host
     scalars: list[dict[str, Any] | None] = field(init=False)  # by position; None before the first update
@@ -74,6 +78,7 @@ class ChunkOptimizerState:
     def __post_init__(self) -> None:
         self.dtype = torch.float64 if self.chunk.dtype is torch.float64 else torch.float32
         self.update_tier = update_tier(self.tier)
+        self.layouts = {name: _layout(self.chunk, its) for name, its in self.formats.items()}
         self.scalars = [None for _ in self.groups]
         self.made = [() for _ in self.groups]
         self.lacks_average = [True for _ in self.groups]
@@ -83,16 +88,25 @@ class ChunkOptimizerState:
         self._runs_are_of: tuple[Any, ...] = ()
         self._scalars_before: list[dict[str, Any] | None] = []
 
-    @property
-    def num_flat_bytes(self) -> int:
-        """Bytes of one flat state."""
-        return self.chunk.optim_numel * self.dtype.itemsize if self.layout is None else self.layout.num_bytes
+    def layout_of(self, name: str) -> StateLayout | None:
+        """How a flat state is stored; None: as elements of `dtype`."""
+        return self.layouts.get(self.memory_of(name))
 
-    def num_states(self, count: int) -> float:
-        """`count` flat states as plans count them: in states of full precision. Equal on all ranks."""
-        if self.layout is None or not self.chunk.optim_numel:
-            return count
-        return count * self.num_flat_bytes / (self.chunk.optim_numel * self.dtype.itemsize)
+    def bytes_of(self, name: str) -> int:
+        """Bytes of one flat state."""
+        layout = self.layout_of(name)
+        return self.chunk.optim_numel * self.dtype.itemsize if layout is None else layout.num_bytes
+
+    def num_states(self, memories: Collection[str]) -> float:
+        """These flat states as plans count them: in states of full precision. Equal on all ranks."""
+        if not self.layouts or not self.chunk.optim_numel:
+            return len(memories)
+        return sum(map(self.bytes_of, memories)) / (self.chunk.optim_numel * self.dtype.itemsize)
+
+    def new_flat(self, name: str) -> tuple[int, torch.dtype]:
+        """Number and dtype of the elements of a flat state, as it is stored."""
+        layout = self.layout_of(name)
+        return (self.chunk.optim_numel, self.dtype) if layout is None else (layout.num_bytes, torch.uint8)
 
     def region(self, name: str) -> Region:
         """A flat state, as it is stored."""
@@ -128,7 +142,7 @@ class ChunkOptimizerState:
 
     def _rest(self, names: list[str], tier: Tier, params: ParamStore) -> None:
         memories = list(dict.fromkeys(map(self.memory_of, names)))
-        tier = resting_tier(StateHome(tier, self.num_planned), self.num_states(len(memories)), params.memory)
+        tier = resting_tier(StateHome(tier, self.num_planned), self.num_states(memories), params.memory)
         leaves = tier is not self.tier
         try:
             # All memory is taken before anything moves, so that a refusal leaves every state where it is.
@@ -159,31 +173,36 @@ class ChunkOptimizerState:
         taken: dict[str, Region] = {}
         try:
             for name in names:
-                size = (
-                    (self.chunk.optim_numel, self.dtype) if self.layout is None else (self.num_flat_bytes, torch.uint8)
-                )
-                taken[name] = params.memory.allocate(tier, *size, Kind.OPTIM, self.chunk, self.tickets)
+                its = params.memory.allocate(tier, *self.new_flat(name), Kind.OPTIM, self.chunk, self.tickets)
+                taken[name] = its
         except BudgetError:
             for region in taken.values():
                 params.memory.free(region, Kind.OPTIM)
             raise
         return taken
 
-    def discard(self, managed: ManagedParameter) -> None:
-        """Reset one parameter's state to that before its first update."""
+    def discard(self, managed: ManagedParameter, *, keeps_average: bool = False) -> None:
+        """Reset one parameter's state to that before its first update.
+
+        keeps_average: not the average of its weights, of which its optimizer knows nothing.
+        """
         wait_on_tier(self.all_flats())
         position = managed.position
         self.note_edit(position)
-        self.scalars[position], self.made[position], self.lacks_average[position] = None, (), True
+        self.scalars[position], self.made[position] = None, ()
+        self.lacks_average[position] |= not keeps_average
         # Only the parameter's own elements are reset: the rest of each flat tensor is state of the chunk's other
         # parameters.
-        for flat in self.flats.values():
-            if self.layout is None:
+        for name, flat in self.held.items():
+            if keeps_average and name == AVERAGE:
+                continue
+            layout = self.layout_of(name)
+            if layout is None:
                 for part in managed.own_parts(flat):
                     part.zero_()
             else:
                 for piece in managed.pieces:
-                    self.layout.zero(flat, piece.shard_start, piece.numel)
+                    layout.zero(flat, piece.shard_start, piece.numel)
 
     def set_scalars(self, position: int, scalars: dict[str, Any]) -> None:
         """Give the parameter scalars of its own, as a state dict has them. Call `discard` before."""
@@ -213,7 +232,7 @@ class ChunkOptimizerState:
             position = managed.position
             whose = self.whose[position] if group is None else self.rules.whose(group)
             if self.scalars[position] is not None and whose != self.whose[position]:
-                self.discard(managed)
+                self.discard(managed, keeps_average=True)
             self.whose[position] = whose
 
     def name_staged(self, staged: dict[str, Tensor]) -> None:
@@ -301,18 +320,34 @@ class ChunkOptimizerState:
         scalars, part = self.scalars[run.positions[0]], slice(run.start, run.start + run.numel)
         names = self.names_of_update(run.positions[0])
         flats = self.flats if weights is None or not weights.staged_states else weights.staged_states
-        if self.layout is not None:
-            # Only our Adam has such states, and it makes none later.
-            packed = StoredStates(self.layout, flats) if run.numel else None
+        if self.layouts and self.counts_steps(run.positions[0]):
+            # Of our Adam, which makes no state later.
+            packed = StoredStates(self.layouts, flats) if run.numel else None
             return RunUpdate(run, weights, self._no_gradient(), {}, dict(scalars or {}), scalars is None, stored=packed)
-        flat = {name: flats[name][part] for name in names if name in flats}
-        # States that these parameters lack and that have memory already: if the update creates one, its values go
-        # there.
-        room = {name: each[part] for name, each in flats.items() if name not in names and name != AVERAGE}
+        # Beside the states that these parameters have, those that they lack and that have memory already: if the update
+        # creates one, its values go there.
+        room = self._views(flats, run) if self.layouts else {name: each[part] for name, each in flats.items()}
+        flat = {name: room.pop(name) for name in names if name in room}
+        room.pop(AVERAGE, None)
         # The scalars are copied, because a parameter that this step passes over may share the dict, and its step count
         # must not grow.
         its = dict(scalars or {})
         return RunUpdate(run, weights, self._no_gradient(), flat, its, is_new=scalars is None, room=room)
+
+    def _views(self, flats: Mapping[str, Tensor], run: Run) -> dict[str, Tensor]:
+        """A run's elements of every state that has memory for them, for an optimizer whose states are fp32."""
+        found: dict[str, Tensor] = {}
+        for name, flat in flats.items():
+            layout = self.layout_of(name)
+            if layout is None:
+                found[name] = flat[run.start : run.start + run.numel]
+            elif not run.numel:
+                found[name] = _nothing(self.dtype, flat.device)
+            else:
+                # Within a run of such an optimizer there are only paddings between tensors, so it lies in one part.
+                its = layout.part_of(flat, run.start, run.numel)
+                found |= {} if its is None else {name: its.elements}
+        return found
 
     def _no_gradient(self) -> Tensor:
         """The gradient before it is there. It tells the update which dtype the weights have, and where."""
@@ -322,7 +357,10 @@ class ChunkOptimizerState:
         return _nothing(self.dtype, torch.device("cpu"))
 
     def store_updates(self, updates: Sequence[RunUpdate], params: ParamStore) -> None:
-        """Store the states and scalars that the updates of a step have made."""
+        """Store the states and scalars that the updates of a step have made.
+
+        Raises UnsupportedError for a state that another optimizer keeps in fewer bits.
+        """
         # A torch optimizer creates its states in its first update: allocate them in the chunk's state then. Ranks that
         # hold no elements of the parameter do so too, since all of them have one plan.
         for each in updates:
@@ -330,8 +368,14 @@ class ChunkOptimizerState:
             for name, value in each.made.items():
                 if name not in self.flats:
                     self.allocate([name], params)
-                if name not in each.room:  # else it was made there
-                    self.flats[name][part].copy_(value)
+                if name in each.room:  # it was made there
+                    continue
+                if self.layout_of(name) is not None:
+                    raise UnsupportedError(
+                        f"an update of {self.chunk.names()} has made {name!r}, which the first one did not, and "
+                        "another optimizer keeps its moments of 8 or 16 bits under this name: leave those in fp32"
+                    )
+                self.flats[name][part].copy_(value)
         self.num_updates += 1
         # All parameters of a run share its scalars from now on. A parameter that is cut into several runs is assigned
         # equal scalars several times, which counts one step.
@@ -350,6 +394,25 @@ class ChunkOptimizerState:
     def note_made(self, position: int, names: Iterable[str]) -> None:
         """Record that the parameter has these flat states too."""
         self.made[position] = tuple(sorted({*self.made[position], *names}))
+
+
+def _layout(chunk: Chunk, formats: Sequence[StateFormat | None]) -> StateLayout:
+    """Where the parts of a memory are whose formats are these, by position. Equal in size on all ranks."""
+    layout = chunk.optim_layout
+
+    def of(rank: int, num_bytes: int = 0) -> StateLayout:
+        pairs = zip(chunk.parameters, formats, strict=True)
+        return StateLayout.of(
+            (
+                (piece.shard_start, piece.numel, its, piece.payload_start - each.offset)
+                for each, its in pairs
+                for piece in layout.pieces(rank, each.offset, each.numel)
+            ),
+            num_bytes,
+        )
+
+    most = max(of(rank).num_bytes for rank in range(layout.world_size))
+    return of(chunk.rank if layout.world_size > 1 else 0, most)
 
 
 @cache
@@ -437,17 +500,23 @@ class ChunkStates:
         return None if state is None else state.scalars[managed.position]
 
     def region_of(self, chunk: Chunk, name: str) -> Region:
-        """A flat state of a chunk, (optim_numel,). Zeros if only other ranks have created it so far."""
+        """A flat state of a chunk, as it is stored. Zeros if only other ranks have created it so far.
+
+        Raises GeminiError for the averages inside `optimizer.ema.weights()`.
+        """
+        if name == AVERAGE and self.averages is not None:
+            self.averages.refuse_exchanged(f"the state {name!r}")
         state = self.by_chunk[chunk.index]
         # A rank without the state takes part in its gather all the same, with a tensor of the size that the others
         # have.
         if name not in state.flats:
-            return Region(Tier.HOST, torch.zeros(chunk.optim_numel, dtype=state.dtype, device="cpu"))
+            numel, dtype = state.new_flat(name)
+            return Region(Tier.HOST, torch.zeros(numel, dtype=dtype, device="cpu"))
         return state.region(name)
 
-    def layout_of(self, chunk: Chunk) -> StateLayout | None:
-        """How the flat states of a chunk are stored; None: as numbers of their dtype."""
-        return self.by_chunk[chunk.index].layout
+    def layout_of(self, chunk: Chunk, name: str) -> StateLayout | None:
+        """How a flat state of a chunk is stored; None: as numbers of its dtype."""
+        return self.by_chunk[chunk.index].layout_of(name)
 
     def has_stepped(self, chunk: Chunk) -> bool:
         """Whether a step, or a loaded state dict, has written the chunk's state. Equal on all ranks."""
@@ -456,14 +525,14 @@ class ChunkStates:
 
     def state_counts(self, chunks: Iterable[Chunk]) -> list[float]:
         """How many states of full precision per element each chunk has or its groups need. Equal on all ranks."""
-        return [self._of(chunk).num_states(self._num_flats(chunk)) for chunk in chunks]
+        states = map(self._of, chunks)
+        return [state.num_states(self._memories(state)) for state in states]
 
-    def _num_flats(self, chunk: Chunk) -> int:
-        state = self._of(chunk)
+    def _memories(self, state: ChunkOptimizerState) -> Collection[str]:
         # A state counts for as long as it has memory, also one that its group has stopped using, such as momentum that
         # was lowered to 0.
-        names = *state.flats, *self._missing(state), *self._expected.get(chunk.index, ())
-        return len({state.memory_of(name) for name in names})
+        names = *state.flats, *self._missing(state), *self._expected.get(state.chunk.index, ())
+        return dict.fromkeys(map(state.memory_of, names))
 
     @contextmanager
     def expecting(self, names: Mapping[int, Collection[str]]) -> Iterator[None]:
@@ -510,7 +579,7 @@ class ChunkStates:
         """Bytes on the host that the chunks' state still needs if it is planned at these homes."""
         there = (self.by_chunk[chunk.index] for chunk in homes if self.has(chunk))
         # `host_bytes` counts all states of a chunk, so those that are on the host already are subtracted.
-        held = sum(len(state.held) * state.num_flat_bytes for state in there if state.tier is Tier.HOST)
+        held = sum(sum(map(state.bytes_of, state.held)) for state in there if state.tier is Tier.HOST)
         return sum(self.host_bytes(chunk, home) for chunk, home in homes.items()) - held
 
     def add_all(self, homes: Mapping[Chunk, StateHome]) -> None:
@@ -569,7 +638,10 @@ class ChunkStates:
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raises ValueError, or what a torch optimizer raises, for bad hyperparameters: by an update of no elements."""
         nothing = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
-        self._update.update([nothing], [group], GradientFactors())
+        try:
+            self._update.update([nothing], [group], GradientFactors())
+        except KeyError as error:
+            raise ValueError(f"a param group with {settings_in_words(group)} has no {error}") from error
 
     def group(self, managed: ManagedParameter) -> int | None:
         """The number of a parameter's param group. None: it is in no group."""
@@ -614,19 +686,26 @@ class ChunkStates:
             state.regroup(self._groups(state.chunk, self._group_of))
 
     def _refuse_other_formats(self) -> None:
+        if not self._stores_small and not any(state.formats for state in self.by_chunk.values()):
+            return
         for state in self.by_chunk.values():
-            if state.layout != self._layout(state.chunk, state.groups):
-                raise UnsupportedError(
-                    f"optim_bits of {state.chunk.names()} was changed, or they were moved to a group with another one, "
-                    "and their moments are stored already: set it before the ShardedOptimizer is made, or load a "
-                    "checkpoint into one that was made with it"
-                )
+            for name, wanted in self._formats(state.chunk, state.groups).items():
+                found = state.formats.get(name, [FP32] * len(wanted))
+                others = [i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if a is not None and a != b]
+                if others:
+                    raise UnsupportedError(
+                        f"optim_bits of {', '.join(state.chunk.parameters[i].name for i in others)} was changed, or "
+                        "they were moved to a group with another one or to another optimizer, and their moments are "
+                        "stored already: set it before the ShardedOptimizer is made, or load a checkpoint into one "
+                        "that was made with it"
+                    )
 
     def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
         """Bytes on the host of a chunk's state whose planned home is `home`."""
-        count, state = self._num_flats(chunk), self._of(chunk)
-        is_there = resting_tier(home, state.num_states(count), self._params.memory) is Tier.HOST
-        return count * state.num_flat_bytes if is_there else 0
+        state = self._of(chunk)
+        memories = self._memories(state)
+        is_there = resting_tier(home, state.num_states(memories), self._params.memory) is Tier.HOST
+        return sum(map(state.bytes_of, memories)) if is_there else 0
 
     def _of(self, chunk: Chunk) -> ChunkOptimizerState:
         """A chunk's state. Where there is none yet, an object without memory stands for it."""
@@ -634,30 +713,30 @@ class ChunkStates:
 
     def _new(self, chunk: Chunk, home: StateHome) -> ChunkOptimizerState:
         groups = self._groups(chunk, self._group_of)
-        return ChunkOptimizerState(
-            chunk, *home, self._update.is_fused, groups, self._rules, self._layout(chunk, groups)
-        )
+        formats = self._formats(chunk, groups) if self._stores_small and chunk.dtype is not torch.float64 else {}
+        small = {name: its for name, its in formats.items() if any(each not in (None, FP32) for each in its)}
+        return ChunkOptimizerState(chunk, *home, self._update.is_fused, groups, self._rules, small)
 
-    def _layout(self, chunk: Chunk, groups: Sequence[int | None]) -> StateLayout | None:
-        """How the chunk's states are stored if its parameters are in these groups. Raises UnsupportedError."""
-        settings = [{} if number is None else self._param_groups[number] for number in groups]
-        if isinstance(self._update, SeveralUpdates):
-            rules = [None if number is None else self._update.of(self._param_groups[number]) for number in groups]
-            pairs = zip(rules, settings, strict=True)
-            if any(isinstance(rule, AdamUpdate) and rule.stores_small(its) for rule, its in pairs):
-                raise UnsupportedError(
-                    "moments of 8 or 16 bits (state_dtype=, optim_bits) beside another optimizer of the same model are "
-                    "not there: leave them in fp32, or train with HybridAdam alone"
-                )
-            return None
-        if not isinstance(self._update, AdamUpdate):
-            return None
-        layout = self._update.layout(chunk, settings, self._embeddings)
-        if layout is not None and self.averages is not None:
-            raise UnsupportedError(
-                "ema= beside moments of 8 or 16 bits (state_dtype=, optim_bits) is not there: leave one of the two out"
-            )
-        return layout
+    @property
+    def _stores_small(self) -> bool:
+        """Whether any param group may have states of less than fp32."""
+        return any(self._update.format_of(group) != FP32 for group in self._param_groups)
+
+    def _formats(self, chunk: Chunk, groups: Sequence[int | None]) -> Formats:
+        """How the chunk's states are stored if its parameters are in these groups."""
+        found: Formats = {}
+        for managed, number in zip(chunk.parameters, groups, strict=True):
+            # Of a parameter in no group nothing is known where there are several optimizers.
+            if number is None and self._rules is not None:
+                continue
+            group = {} if number is None else self._param_groups[number]
+            is_whole = self._rules is not None and self._rules.is_whole(number)
+            names = self._names_in(number, tuple(managed.shape) if is_whole else ()) if number is not None else None
+            its = self._update.format_of(group, managed.numel, managed.index in self._embeddings)
+            for name in self._update.flat_names(group) if names is None else names:
+                memory = name if self._rules is None else self._rules.memory_of(name)
+                found.setdefault(memory, [None] * len(groups))[managed.position] = its
+        return found
 
     def _allocate_missing(self, state: ChunkOptimizerState) -> None:
         state.allocate(self._missing(state), self._params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from gemini.errors import UnsupportedError
 from gemini.optimizer.given import kind_of
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate
-from gemini.runtime.chunk import Chunk, ManagedParameter
+from gemini.runtime.chunk import ManagedParameter
 from optim import (
     FP32,
     AdamPiece,
@@ -21,7 +21,6 @@ from optim import (
     CPUAdam,
     HybridAdam,
     StateFormat,
-    StateLayout,
     adam_scalars,
     format_of_tensor,
     hyperparameters,
@@ -174,6 +173,10 @@ class TorchUpdate:
         self._worker = self._make(torch.zeros(1, device="cpu"))
         self._starts_with_state = bool(self._worker.state)  # Adagrad creates its state in the constructor
 
+    def format_of(self, group: Mapping[str, Any], numel: int = 0, is_embedding: bool = False) -> StateFormat:
+        """See `AdamUpdate.format_of`: torch's optimizers update fp32 in place."""
+        return FP32
+
     def flat_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> tuple[str, ...]:
         """See `AdamUpdate.flat_names`."""
         return tuple(self._probe(group).made)
@@ -298,38 +301,9 @@ class AdamUpdate:
         """default: the format of moments whose param group does not say another one."""
         self._default = default
 
-    def layout(
-        self, chunk: Chunk, settings: Sequence[Mapping[str, Any]], embeddings: Collection[int]
-    ) -> StateLayout | None:
-        """How each moment of a chunk is stored; None: in fp32. Equal in size on all ranks.
-
-        settings: of the param group of each parameter, by position. embeddings: indices of those.
-        """
-        formats = [
-            format_of_tensor(self._default, group.get("optim_bits"), each.numel, each.index in embeddings)
-            for each, group in zip(chunk.parameters, settings, strict=True)
-        ]
-        if all(its == FP32 for its in formats) or chunk.dtype is torch.float64:
-            return None
-        layout = chunk.optim_layout
-
-        def of(rank: int, num_bytes: int = 0) -> StateLayout:
-            pairs = zip(chunk.parameters, formats, strict=True)
-            return StateLayout.of(
-                (
-                    (piece.shard_start, piece.numel, its)
-                    for each, its in pairs
-                    for piece in layout.pieces(rank, each.offset, each.numel)
-                ),
-                num_bytes,
-            )
-
-        most = max(of(rank).num_bytes for rank in range(layout.world_size))
-        return of(chunk.rank if layout.world_size > 1 else 0, most)
-
-    def stores_small(self, group: Mapping[str, Any]) -> bool:
-        """Whether moments of a parameter of this param group may be stored in less than fp32."""
-        return format_of_tensor(self._default, group.get("optim_bits"), 2**62, False) is not FP32
+    def format_of(self, group: Mapping[str, Any], numel: int = 2**62, is_embedding: bool = False) -> StateFormat:
+        """How each flat state of a tensor of this param group is stored. numel: of the whole tensor."""
+        return format_of_tensor(self._default, group.get("optim_bits"), numel, is_embedding)
 
     def flat_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> tuple[str, ...]:
         """The per-element states of a parameter of this param group. An elementwise optimizer's depend on no shape."""
@@ -380,7 +354,7 @@ class AdamUpdate:
                 if each.stored is not None:
                     alike = pieces.setdefault(each.constants, [])
                     for part in each.weights.segments():
-                        alike += each.stored.pieces(part, each.run, each.grad)
+                        alike += each.stored.pieces(part, each.run, each.grad, each.scalars["step"])
                     continue
                 moments = each.flat["exp_avg"], each.flat["exp_avg_sq"]
                 # Pieces are collected by constants and not by group, so that groups with equal hyperparameters share a

@@ -63,8 +63,9 @@ class GroupEdits:
         )
 
     def _members_now(self) -> list[list[Any]]:
-        # With what decides how their moments are stored, which is settled once they are.
-        return [[*group["params"], group.get("optim_bits")] for group in self._shown.groups]
+        # With what decides how their moments are stored, which is settled once they are, and which of several
+        # optimizers updates them (`several.WHOSE`).
+        return [[*group["params"], group.get("optim_bits"), group.get("optimizer")] for group in self._shown.groups]
 
 
 class GivenOptimizer:
@@ -82,6 +83,8 @@ class GivenOptimizer:
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._is_one_of > 1:  # these are a part of those that a step follows
+            self._alone("setting param_groups")
         self._shown.show(groups)
 
     def take_for(self, sharded: Optimizer, is_one_of: int, groups: list[dict[str, Any]]) -> None:

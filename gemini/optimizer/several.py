@@ -16,6 +16,7 @@ from gemini.optimizer.elementwise import AdamUpdate, ElementwiseUpdate, resolve_
 from gemini.optimizer.given import kind_of
 from gemini.optimizer.shards import EntryNames, GradientFactors, RunUpdate
 from gemini.optimizer.whole_tensor import OwnedTensor, WholeTensorUpdate, is_per_tensor
+from optim import StateFormat
 
 WHOSE = "optimizer"
 """The key by which a param group says which of several optimizers it is of."""
@@ -100,6 +101,10 @@ class SeveralUpdates:
     def steps_whole(self) -> bool:
         """Whether any of the rules takes whole tensors."""
         return any(isinstance(rule, WholeTensorUpdate) for rule in self._rules.values())
+
+    def format_of(self, group: Mapping[str, Any], numel: int = 2**62, is_embedding: bool = False) -> StateFormat:
+        """See `AdamUpdate.format_of`."""
+        return self.of(group).format_of(group, numel, is_embedding)
 
     def flat_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> tuple[str, ...]:
         """The per-element states of a parameter of this param group and shape."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.access.link import link_of
-from gemini.errors import GeminiError, UnsupportedError
+from gemini.errors import GeminiError, UnsupportedError, of_closed_optimizer
 from gemini.memory.modes import methods_never_traced
 from gemini.model.operators import original_of
 from gemini.model.sharded_model import ShardedModel
@@ -317,7 +317,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises what backward raises; the other ranks then raise RemoteRankError.
         """
         with self._manager.step.publishing():
-            self.scale(loss).backward(retain_graph=retain_graph)
+            try:
+                self.scale(loss).backward(retain_graph=retain_graph)
+            except RuntimeError as error:
+                cause = self._manager.communicator.cause_of(error)
+                if cause is None:
+                    raise
+                raise cause from error
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, in fp32, for loops that call `backward()` themselves. Local.
@@ -325,6 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Without loss scaling it is `loss` itself. Use it as in `accelerator.backward(optimizer.scale(loss))`. Raises
         nothing of its own.
         """
+        self._refuse_closed("backward() or scale()")
         return self._scaling.of(loss)
 
     @property
@@ -402,6 +409,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises UpdatedInBackwardError if the backward has updated weights (`update_in_backward`) and no step has
         followed, and GeminiError if that backward has failed.
         """
+        self._refuse_closed("zero_grad()")
         self._manager.grads.refuse_discard()
         with self._manager.step.publishing():
             self._manager.grads.end_step(Becomes.of(set_to_none), self._groups.ungrouped())
@@ -412,9 +420,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._averages is not None:
             self._averages.refuse_exchanged(what)
 
-    def _check_between_steps(self, what: str) -> None:
+    def _refuse_closed(self, what: str) -> None:
         if self.is_closed:
-            raise GeminiError(f"{what} of an optimizer that was closed: use the model's present one")
+            raise of_closed_optimizer(what)
+
+    def _check_between_steps(self, what: str) -> None:
+        self._refuse_closed(what)
         self._manager.step.check_idle(what, after_updates=True)
         if self._manager.is_in_use:
             raise GeminiError(f"{what} inside GatheredParameters(...) is not possible: leave it first")
@@ -424,18 +435,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The state in torch.optim's format, whole, in host memory. Collective.
 
         Beside "state" and "param_groups" it has "masters", the fp32 weights by parameter number, and "loss_scale". With
-        `ema` the entries of "state" have an "ema", and "ema" at the top has the numbers of steps and averagings.
+        `ema` the entries of "state" have an "ema", and "ema" at the top has the numbers of steps and averagings, and
+        the averages of parameters without an entry: by their number, or by name if they are in no param group.
 
         Args:
             rank0_only: True leaves the dict empty on all ranks but rank 0, and saves their host memory.
 
         Raises GeminiError inside a forward or backward.
         """
+        self._refuse_closed("state_dict()")
         self.refuse_exchanged("optimizer.state_dict()")
         with self._manager.step.publishing():
             state = whole_optimizer_state(self.model, self._chunk_states, self.param_groups, rank0_only)
-        if state and self._averages is not None:
-            state[AVERAGE] = self._averages.counts()
         if state and self._scaling.active is not None:
             state["loss_scale"] = self._scaling.active.state_dict()
         return state
@@ -446,6 +457,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises ValueError, KeyError or TypeError, which names the entry that is wrong; nothing has changed then.
         """
+        self._refuse_closed("load_state_dict()")
         self.refuse_exchanged("optimizer.load_state_dict()")
         with self._manager.step.publishing():
             scale = self._scaling.active
@@ -471,6 +483,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises ValueError for a parameter that is not frozen or not this model's, and GeminiError between backward and
         step; nothing has changed then.
         """
+        self._refuse_closed("discard_state()")
         self.refuse_exchanged("discard_state()")
         step, trainability = self._manager.step, self.model.trainability
         step.check_idle("discard_state()")
@@ -487,6 +500,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         fit, and DivergenceError if ranks have edited otherwise; nothing has changed then.
         """
         # Without an edit nothing moves, also where a backward has updated weights and its step is still to come.
+        self._refuse_closed("follow_param_groups()")
         has_edits = self._optimizer_step.has_edited_groups
         self.refuse_exchanged("follow_param_groups()")
         self._manager.step.check_idle("follow_param_groups()", after_updates=not has_edits)
@@ -505,6 +519,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         step = self._manager.step
+        self._refuse_closed("add_param_group()")
         self.refuse_exchanged("add_param_group()")
         step.check_idle("add_param_group()")
         with step.publishing():

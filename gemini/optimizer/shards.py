@@ -438,23 +438,32 @@ class Made(NamedTuple):
 class StoredStates(NamedTuple):
     """The states of a chunk whose tensors have several formats, on the tier of the update."""
 
-    layout: StateLayout
+    layouts: Mapping[str, StateLayout]  # by name
     flats: Mapping[str, Tensor]  # (num_bytes,) each, as in `ChunkOptimizerState.flats`
 
-    def pieces(self, segment: Segment, run: Run, grad: Tensor) -> Iterator[AdamPiece]:
-        """The intersection of a segment with the run, of which `grad` is the gradient: a piece for each format."""
-        moments = (self.layout.stored(self.flats[name], run.start, run.numel) for name in ("exp_avg", "exp_avg_sq"))
-        for first, second in zip(*moments, strict=True):
+    def pieces(self, segment: Segment, run: Run, grad: Tensor, step: int) -> Iterator[AdamPiece]:
+        """The intersection of a segment with the run, of which `grad` is the gradient: a piece for each format.
+
+        step: the number of the update.
+        """
+        # Both moments of a tensor have one format. The memory of the first may also hold states of other optimizers.
+        for second in self.layouts["exp_avg_sq"].stored(self.flats["exp_avg_sq"], run.start, run.numel):
+            its = second.start, second.elements.numel()
+            first = self.layouts["exp_avg"].part_of(self.flats["exp_avg"], *its)
+            assert first is not None
             part = slice(first.start - run.start, first.start - run.start + first.elements.numel())
             spans = None if run.spans is None else run.spans.within(part.start, part.stop)
             piece = segment.piece(first.start, grad[part], first.elements, second.elements, spans)
             if piece is None:
                 continue
+            before = max(segment.start, first.start) - first.start
             if first.scales is not None and second.scales is not None:
                 # Segments begin and end between blocks, as shards do.
-                begin = (max(segment.start, first.start) - first.start) // ALIGNMENT
+                begin = before // ALIGNMENT
                 blocks = slice(begin, begin + -(-piece.weight.numel() // ALIGNMENT))
                 piece = piece._replace(exp_avg_scale=first.scales[blocks], exp_avg_sq_scale=second.scales[blocks])
+            if first.format.seed is not None:
+                piece = piece._replace(draws=first.format.draws(step, first.place + before))
             yield piece
 
 

@@ -18,16 +18,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gemini.access.link import link_of
-from gemini.access.states import FlatAccess, FullPrecisionAccess, States
+from gemini.access.states import FlatAccess, FullPrecisionAccess, StateAccess, States
+from gemini.access.weights import refuse_rank0_only
 from gemini.log import warn_at_script
 from gemini.model.sharded_model import ShardedModel
-from gemini.optimizer.averages import AVERAGE
+from gemini.optimizer.averages import AVERAGE, OTHERS
 from gemini.optimizer.chunk_states import ChunkOptimizerState, ChunkStates
 from gemini.optimizer.elementwise import state_in_words
 from gemini.optimizer.several import WHOSE
 from gemini.optimizer.shards import EntryNames
 from gemini.placement.demand import Kind
 from gemini.ranks.communicator import Communicator
+from gemini.ranks.parts import gathered, is_dtensor
 from gemini.runtime.chunk import ManagedParameter
 from optim import HALF_DTYPES
 
@@ -56,6 +58,8 @@ def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     if optimizer is not None:
         saved = optimizer.state_dict()
         _add(digest, "state", saved["state"])
+        if averages := saved.get(AVERAGE, {}).get(OTHERS):
+            _add(digest, OTHERS, averages)
         masters = saved.get("masters")
         if masters:
             _add(digest, "masters", masters)
@@ -69,6 +73,8 @@ def _add(digest: Any, name: str, value: Any) -> None:
             _add(digest, f"{name}.{key}", value[key])
         return
     digest.update(name.encode())
+    if is_dtensor(value):
+        value = gathered(value)
     if isinstance(value, Tensor):
         # Dtype and shape are hashed too: tensors with equal bytes may still differ.
         flat = value.detach().cpu().contiguous().reshape(-1)
@@ -212,8 +218,19 @@ def check_entry(entry: Mapping[str, Any], who: str, managed: ManagedParameter, n
 def _check_tensor(name: str, value: Any, who: str, managed: ManagedParameter) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} of {who} is a {type(value).__name__}, not a tensor")
-    if value.shape != managed.shape:
+    if not _has_shape(value, managed):
         raise ValueError(f"{name} of {who} has shape {tuple(value.shape)}, expected {tuple(managed.shape)}")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not is_dtensor(value)
+
+
+def _has_shape(value: Any, managed: ManagedParameter) -> bool:
+    """Whether it is a tensor of this rank's part of a parameter, or a `DTensor` of the whole."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.shape == (managed.whole_shape if is_dtensor(value) else managed.shape)
 
 
 def _is_number(value: Any) -> bool:
@@ -238,23 +255,30 @@ def whole_optimizer_state(
     With `rank0_only` the other ranks take part in the collectives and keep nothing.
     """
     step, parts = model.chunk_manager.step, States(model.chunk_manager)
-    keep = not rank0_only or step.communicator.rank == 0
+    keep, shards = not rank0_only or step.communicator.rank == 0, model.chunk_manager.row_shards
     step.check_idle("optimizer.state_dict()")
-    numbers = numbers_of(groups)
+    refuse_rank0_only(parts, rank0_only)
+    numbers, parameters = numbers_of(groups), model.chunk_manager.parameters
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
+    averages: dict[int | str, Tensor] = {}  # of parameters without an entry
     names = names_by_chunk(step.communicator, states)
     with torch.no_grad():
         for chunk in step.chunks:
             known = [managed for managed in chunk.parameters if managed.index in numbers]
             if states.has(chunk):
-                entries = _whole_entries(parts, states.by_chunk[chunk.index], names[chunk.index], known if keep else ())
+                its = parts, states.by_chunk[chunk.index], names[chunk.index]
+                entries, others = _whole_entries(*its, known if keep else (), chunk.parameters if keep else ())
                 state |= {numbers[index]: entry for index, entry in entries.items()}
+                averages |= {_key_of(parameters[index], numbers): average for index, average in others.items()}
             if Kind.MASTER in chunk.homes:
                 mastered = [managed for managed in known if managed.owns_master]
-                copies = parts.full_precision(chunk).copies(mastered if keep else ())
-                masters |= {numbers[index]: master for index, master in copies.items()}
-        _join_parts(model, numbers, state, masters)
+                masters |= {
+                    numbers[managed.index]: master
+                    for managed, master in _copies(parts, parts.full_precision(chunk), mastered if keep else ())
+                }
+        if shards is None:
+            _join_parts(model, numbers, state, masters, averages)
     if rank0_only and step.communicator.everyone.rank != 0:
         return {}
     counting = count()
@@ -262,11 +286,22 @@ def whole_optimizer_state(
     for group in packed:
         if "adamw_mode" in group:  # by which torch's Adam tells whether the state is AdamW's
             group["decoupled_weight_decay"] = group["adamw_mode"]
-    return {"state": dict(sorted(state.items())), "param_groups": packed, "masters": dict(sorted(masters.items()))}
+    whole: dict[str, Any] = {
+        "state": dict(sorted(state.items())),
+        "param_groups": packed,
+        "masters": dict(sorted(masters.items())),
+    }
+    if states.averages is not None:
+        whole[AVERAGE] = {**states.averages.counts(), OTHERS: averages}
+    return whole
 
 
 def _join_parts(
-    model: ShardedModel, numbers: Mapping[int, int], state: dict[int, dict[str, Any]], masters: dict[int, Tensor]
+    model: ShardedModel,
+    numbers: Mapping[int, int],
+    state: dict[int, dict[str, Any]],
+    masters: dict[int, Tensor],
+    averages: dict[int | str, Tensor],
 ) -> None:
     """Put wholes in the place of tensors of which tensor parallelism leaves a part here. Collective over the parts."""
     managed_of = {number: model.chunk_manager.parameters[index] for index, number in numbers.items()}
@@ -280,6 +315,10 @@ def _join_parts(
                 entry[name] = part.whole(value)
         if number in masters:
             masters[number] = part.whole(masters[number])
+    for managed in model.chunk_manager.parameters:
+        key = _key_of(managed, numbers)
+        if managed.part is not None and key in averages:
+            averages[key] = managed.part.whole(averages[key])
 
 
 def _parts_of(saved: Mapping[str, Any], by_number: Mapping[int, ManagedParameter]) -> Mapping[str, Any]:
@@ -289,7 +328,8 @@ def _parts_of(saved: Mapping[str, Any], by_number: Mapping[int, ManagedParameter
 
     def own(number: int, value: Any) -> Any:
         part = by_number[number].part if number in by_number else None
-        is_whole = part is not None and isinstance(value, Tensor) and value.shape == part.shape
+        # A `DTensor` is gathered when it is set: all of them at once may not fit.
+        is_whole = part is not None and _is_plain(value) and value.shape == part.shape
         return part.of(value) if part is not None and is_whole else value
 
     state = {n: {name: own(n, each) for name, each in entry.items()} for n, entry in saved.get("state", {}).items()}
@@ -309,20 +349,50 @@ def names_by_chunk(communicator: Communicator, states: ChunkStates) -> dict[int,
 
 
 def _whole_entries(
-    states: States, chunk_state: ChunkOptimizerState, names: Sequence[str], known: Sequence[ManagedParameter]
-) -> dict[int, dict[str, Any]]:
-    """The entries of one chunk's parameters, by parameter index. Collective."""
+    states: States,
+    chunk_state: ChunkOptimizerState,
+    names: Sequence[str],
+    known: Sequence[ManagedParameter],
+    averaged: Sequence[ManagedParameter],
+) -> tuple[dict[int, dict[str, Any]], dict[int, Tensor]]:
+    """The entries of one chunk's parameters, by parameter index, and the averages of those without one. Collective.
+
+    known: the parameters that may have an entry. averaged: those whose averages count.
+    """
     chunk, scalars = chunk_state.chunk, chunk_state.scalars
     entries = {
         managed.index: {name: scalar_of(name, value, chunk_state, managed.position) for name, value in its.items()}
         for managed in known
         if (its := scalars[managed.position]) is not None
     }
+    without = dict[int, Tensor]()
     for name in names:
-        wanted = [m for m in known if m.index in entries and name in chunk_state.names(m.position)]
-        for index, copy in states.of_optimizer(chunk, name).copies(wanted).items():
-            entries[index][name] = copy
-    return {index: entry for index, entry in entries.items() if entry}  # SGD without momentum keeps nothing
+        # Parameters that no step has updated, and those in no group, are averaged too.
+        some = averaged if name == AVERAGE else [each for each in known if each.index in entries]
+        wanted = [each for each in some if name in chunk_state.names(each.position)]
+        for managed, copy in _copies(states, states.of_optimizer(chunk, name), wanted):
+            if managed.index in entries:
+                entries[managed.index][name] = copy
+            else:
+                without[managed.index] = copy
+    return {index: entry for index, entry in entries.items() if entry}, without  # SGD without momentum keeps nothing
+
+
+def _key_of(managed: ManagedParameter, numbers: Mapping[int, int]) -> int | str:
+    """A parameter's key among averages: its number in the state dict, or its name if it is in no param group."""
+    return numbers.get(managed.index, managed.name)
+
+
+def _copies(
+    states: States, access: StateAccess, wanted: Sequence[ManagedParameter]
+) -> list[tuple[ManagedParameter, Tensor]]:
+    """Copies of a state of parameters of one chunk, whole or as `DTensor`s of rows. Collective over the data."""
+    shards = states.manager.row_shards
+    if shards is None:
+        copies = access.copies(wanted)
+        return [(each, copies[each.index]) for each in wanted]
+    copies = access.copies(wanted, shards.rows)
+    return [(each, states.shown_rows(each, copies[each.index])) for each in wanted]
 
 
 def numbers_of(groups: list[dict[str, Any]]) -> dict[int, int]:
@@ -358,11 +428,16 @@ class WholeTensors:
     """The values are in the state dict."""
 
     def fill_state(self, access: FlatAccess, managed: ManagedParameter, name: str, value: Tensor) -> None:
-        access.set_whole(managed, managed.laid_out(value))
+        access.set_whole(managed, managed.laid_out(_own(managed, value)))
 
     def fill_master(self, access: FullPrecisionAccess, managed: ManagedParameter, value: Tensor) -> None:
         dtype = torch.float64 if managed.dtype is torch.float64 else torch.float32
-        access.set_whole(managed, managed.laid_out(value, dtype))
+        access.set_whole(managed, managed.laid_out(_own(managed, value), dtype))
+
+
+def _own(managed: ManagedParameter, value: Tensor) -> Tensor:
+    # What is plain was cut before: see `_parts_of`.
+    return managed.own(value.detach()) if is_dtensor(value) else value
 
 
 class CheckedState(NamedTuple):
@@ -372,6 +447,7 @@ class CheckedState(NamedTuple):
     by_number: dict[int, ManagedParameter]
     names_of: Callable[[ManagedParameter], EntryNames]
     settings: list[dict[str, Any]]  # of each group, in the words of this optimizer's
+    averages: dict[ManagedParameter, Tensor]  # of parameters without an entry
 
 
 def check_optimizer_state(
@@ -391,7 +467,8 @@ def check_optimizer_state(
     for group, its in zip(groups, settings, strict=True):
         # A trial update refuses bad hyperparameters while nothing has changed.
         states.check_group({**group, **its})
-    return CheckedState(saved, by_number, names_of, settings)
+    averages = _averages_in(model, saved, by_number, states.averages is not None)
+    return CheckedState(saved, by_number, names_of, settings, averages)
 
 
 def load_optimizer_state(
@@ -410,7 +487,7 @@ def load_optimizer_state(
     Raises BudgetError if there is no room, before anything is changed.
     """
     values = values or WholeTensors()
-    saved, by_number, names_of, settings = checked
+    saved, by_number, names_of, settings, averages = checked
     step, parts = model.chunk_manager.step, States(model.chunk_manager)
     model.trainability.apply_unfrozen()
     step.binding.write_back_all()  # edits of weights must not overwrite the loaded masters later
@@ -419,7 +496,7 @@ def load_optimizer_state(
     masters = saved.get("masters", {})
     # The groups still have their old hyperparameters, which may need fewer states than are loaded.
     with states.expecting(_flat_names(by_number, saved, names_of)):
-        model.trainability.take_state(_wanted(by_number, saved, states))
+        model.trainability.take_state(_wanted(by_number, saved, states, averages))
     for group, its in zip(groups, settings, strict=True):
         group.update(deepcopy(its))  # a scheduler writes to a learning rate that is a tensor
     for chunk_state in states.by_chunk.values():
@@ -433,6 +510,36 @@ def load_optimizer_state(
                 load_entry(parts, its_state, managed, saved["state"].get(number), names_of(managed), values)
             if number in masters:
                 _load_master(parts, managed, masters[number], values)
+        if states.averages is not None:
+            for chunk_state in states.by_chunk.values():
+                for managed in chunk_state.chunk.parameters:
+                    if managed in averages:
+                        _load_average(parts, chunk_state, managed, averages[managed], values)
+                    elif states.group(managed) is None:
+                        # It is not of the training that was loaded: the next averaging begins it.
+                        chunk_state.lacks_average[managed.position] = True
+
+
+def _averages_in(
+    model: ShardedModel, saved: Mapping[str, Any], by_number: Mapping[int, ManagedParameter], has_averages: bool
+) -> dict[ManagedParameter, Tensor]:
+    """The averages that a state dict has of parameters without an entry. Raises ValueError for what is none.
+
+    has_averages: whether this optimizer has some, which else ignores them.
+    """
+    found: dict[ManagedParameter, Tensor] = {}
+    if not has_averages:
+        return found
+    by_name = {managed.name: managed for managed in model.chunk_manager.parameters}
+    for key, value in (saved.get(AVERAGE) or {}).get(OTHERS, {}).items():
+        managed = by_name.get(key) if isinstance(key, str) else by_number.get(key)
+        if managed is None:
+            raise ValueError(f"the average of parameter {key!r}: this model has no such parameter")
+        if managed.part is not None and isinstance(value, Tensor) and value.shape == managed.part.shape:
+            value = managed.part.of(value)
+        _check_tensor(AVERAGE, value, f"parameter {key!r} ({managed.name})", managed)
+        found[managed] = value
+    return found
 
 
 def _without_averages(saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -448,7 +555,10 @@ def _without_averages(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _wanted(
-    by_number: Mapping[int, ManagedParameter], saved: Mapping[str, Any], states: ChunkStates
+    by_number: Mapping[int, ManagedParameter],
+    saved: Mapping[str, Any],
+    states: ChunkStates,
+    averages: Mapping[ManagedParameter, Tensor],
 ) -> dict[int, frozenset[Kind]]:
     """The states, by chunk index, that `saved` has of frozen parameters and their chunks have no memory for."""
     wanted: dict[int, frozenset[Kind]] = {}
@@ -457,7 +567,7 @@ def _wanted(
         if chunk.trainable:
             continue
         kinds = set()
-        if number in saved["state"] and not states.has(chunk):
+        if (number in saved["state"] or managed in averages) and not states.has(chunk):
             kinds.add(Kind.OPTIM)
         if number in saved.get("masters", {}) and chunk.dtype in HALF_DTYPES and Kind.MASTER not in chunk.homes:
             kinds.add(Kind.MASTER)
@@ -516,7 +626,7 @@ def _flat_names(
 
 
 def _is_flat(name: str, value: Any, managed: ManagedParameter, names: EntryNames) -> bool:
-    if not isinstance(value, Tensor) or value.shape != managed.shape:
+    if not _has_shape(value, managed):
         return False
     # A parameter without dimensions has the shape of its step count and other scalars.
     return name in names.flat if names.known is not None else name != "step"
@@ -529,11 +639,16 @@ def load_entry(
     entry: Mapping[str, Any] | None,
     names: EntryNames,
     values: StateValues | None = None,
+    *,
+    keeps_average: bool = False,
 ) -> None:
-    """Set one parameter's state to `entry`. None: to that before its first step. Collective."""
+    """Set one parameter's state to `entry`. None: to that before its first step. Collective.
+
+    keeps_average: of its weights, where the entry has none.
+    """
     position, values = managed.position, values or WholeTensors()
     # States that the entry lacks are reset, not kept.
-    chunk_state.discard(managed)
+    chunk_state.discard(managed, keeps_average=keeps_average)
     if entry is None:
         return
     scalars: dict[str, Any] = {}
@@ -546,13 +661,21 @@ def load_entry(
             # A torch optimizer creates its states at the first step, and this one may not have stepped.
             if name not in chunk_state.flats:
                 chunk_state.allocate([name], states.step.params)
-            values.fill_state(states.of_optimizer(managed.chunk, name), managed, name, value)
             if name == AVERAGE:
-                chunk_state.note_average(position)
-            else:
-                chunk_state.note_made(position, [name])
+                _load_average(states, chunk_state, managed, value, values)
+                continue
+            values.fill_state(states.of_optimizer(managed.chunk, name), managed, name, value)
+            chunk_state.note_made(position, [name])
         else:
             scalars[name] = unscalar(name, value, chunk_state, position)
+
+
+def _load_average(
+    states: States, chunk_state: ChunkOptimizerState, managed: ManagedParameter, value: Tensor, values: StateValues
+) -> None:
+    """Set the average of one parameter's weights."""
+    values.fill_state(states.of_optimizer(managed.chunk, AVERAGE), managed, AVERAGE, value)
+    chunk_state.note_average(managed.position)
 
 
 def _load_master(states: States, managed: ManagedParameter, value: Tensor, values: StateValues) -> None:

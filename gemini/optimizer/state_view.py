@@ -144,7 +144,8 @@ class StateView(MutableMapping[Tensor, MutableMapping[str, Any]]):
             self._step.communicator.agree(
                 f"{managed.name}: {words}".encode(), "an edit of optimizer.state", remedy=_ALIKE
             )
-            load_entry(self._parts, state, managed, entry or None, names)
+            # The average of its weights is not the optimizer's: it stays, as torch's `AveragedModel` would.
+            load_entry(self._parts, state, managed, entry or None, names, keeps_average=True)
 
     def _begin(self, managed: ManagedParameter, what: str) -> ChunkOptimizerState:
         self._step.check_idle(f"a write to {what!r} of {managed.name!r}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gemini.access.link import link_of
-from gemini.errors import GeminiError, UnsupportedError, closed
+from gemini.errors import GeminiError, UnsupportedError, closed, of_closed_optimizer
 from gemini.log import warn_at_script
 from gemini.memory.modes import A_HOOK, never_traced
 from gemini.memory.transfer import Region
@@ -574,11 +574,17 @@ class OptimizerStep:
     def exchange_averages(self, what: str) -> None:
         """Have the weights' averages in their place, or the weights again. what: is called. Collective.
 
-        Raises GeminiError inside a forward or backward, and nothing has changed then.
+        Raises GeminiError inside a forward or backward, and for a closed optimizer; nothing has changed then.
         """
         step = self._manager.step
-        if step.failures.is_closed or self._averages is None:
+        if self._averages is None:
             return
+        if step.failures.is_closed or self._manager.optimizer is not self._next:
+            # At the end of a block in which the model was closed there is nothing to bring back.
+            if self._averages.are_exchanged:
+                self._averages.note_exchange()
+                return
+            raise closed(what) if step.failures.is_closed else of_closed_optimizer(what)
         step.check_idle(what)
         with step.publishing():
             self._updates.finish()

@@ -220,7 +220,7 @@ class ChunkUpdates:
             tier = state.update_tier
             staged = staged_bytes(chunk, tier, loads=not self._update.is_fused)
             if state.tier is not tier:
-                staged |= dict.fromkeys(state.held, state.num_flat_bytes)
+                staged |= {name: state.bytes_of(name) for name in state.held}
             if reduced is not None and reduced.tier is not tier:
                 staged["gradient"] = reduced.nbytes
             for name, num_bytes in staged.items():

@@ -39,12 +39,14 @@ from gemini.optimizer.shards import EntryNames, GradientFactors, Made, RunUpdate
 from gemini.placement.owners import owners, work_of
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.chunk import Chunk, ManagedParameter
+from optim import FP32, StateFormat
 from sharding import Piece
 
 # -- Which optimizers treat each tensor by itself.
 
 
-_KNOWN = ("torch.optim.Muon", "torch.optim.Adafactor", "transformers.optimization.Adafactor")
+_MUON = ("torch.optim.Muon", "gemini.optimizer.muon.Muon")
+_KNOWN = (*_MUON, "torch.optim.Adafactor", "transformers.optimization.Adafactor")
 """Optimizers that are tested to equal those of a plain model, by their full name."""
 _NOT_BY_TENSOR = {
     "LBFGS": "it looks at all parameters together, and calls its closure several times in a step",
@@ -149,18 +151,23 @@ class WholeTensorUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._kind = kind = kind_of(optimizer)
         self._is_known = _full_name(kind) in _KNOWN
-        self.always_has = ("momentum_buffer",) if _full_name(kind) == "torch.optim.Muon" else None
+        self.always_has = ("momentum_buffer",) if _full_name(kind) in _MUON else None
         # A copy of the user's object and not another of its class: its constructor may take what is in no group.
         self._worker: torch.optim.Optimizer = object.__new__(kind)
         vars(self._worker).update({name: copy.copy(value) for name, value in _own_fields(optimizer).items()})
         self._worker.state = defaultdict(dict)
-        self._probed: dict[tuple[Any, ...], dict[str, Any] | None] = {}
+        self._probed: dict[tuple[Any, ...], dict[str, Any] | Exception] = {}
+        self._taken: set[tuple[int, ...]] = set()  # shapes that it is known to step
 
     def flat_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> tuple[str, ...]:
         """The states of the parameter's shape that a tensor of this shape has after a step. See `AdamUpdate`."""
         its = _likeness(shape)
         found = self._probe(group, its)
         return tuple(name for name, value in (found or {}).items() if _is_flat(value, its, torch.float32))
+
+    def format_of(self, group: Mapping[str, Any], numel: int = 0, is_embedding: bool = False) -> StateFormat:
+        """See `AdamUpdate.format_of`: the optimizer reads and writes fp32."""
+        return FP32
 
     def entry_names(self, group: Mapping[str, Any], shape: Sequence[int] = ()) -> EntryNames:
         """See `AdamUpdate.entry_names`."""
@@ -180,7 +187,7 @@ class WholeTensorUpdate:
         """Write what the step has made into the runs. Those for which nothing is made try their hyperparameters."""
         for each in updates:
             if each.whole is None:
-                self._probe(groups[each.run.group], (2, 3), raises=True)
+                self._probe(groups[each.run.group], _MATRIX, raises=True)
             else:
                 _write(each, each.whole)
 
@@ -221,14 +228,41 @@ class WholeTensorUpdate:
         worker.step()
         return [dict(worker.state.get(each, {})) for each in parameters]
 
+    def refuse_shape(self, group: Mapping[str, Any], managed: ManagedParameter) -> None:
+        """Raises ValueError for a parameter whose shape the optimizer does not take, where it takes matrices."""
+        if managed.shape in self._taken:
+            return
+        its = _likeness(managed.shape)
+        if self._probe(group, its) is None and self._probe(group, _MATRIX) is not None:
+            error = self._outcome(group, its)
+            raise ValueError(
+                f"{self._kind.__name__} cannot update {managed.name!r} of shape {tuple(managed.shape)}: {error}. Move "
+                "it to a param group of an optimizer that can, or freeze it"
+            )
+        self._taken.add(managed.shape)
+
     def _probe(self, group: Mapping[str, Any], shape: tuple[int, ...], raises: bool = False) -> dict[str, Any] | None:
         """The entry of a tensor of zeros after a first step; None if the optimizer does not take such a tensor.
 
         raises: an error of the optimizer's, which it has for hyperparameters, is passed on.
         """
+        found = self._outcome(group, shape)
+        if not isinstance(found, Exception):
+            return found
+        # What no arithmetic takes, such as a learning rate that is no number, or is not there, is no matter of shapes.
+        if raises and isinstance(found, (TypeError, KeyError)):
+            words = f"it has no {found}" if isinstance(found, KeyError) else f"{found}"
+            raise ValueError(f"{self._kind.__name__} cannot step with {settings_in_words(group)}: {words}") from found
+        # It may ask of a shape what ours is not. What its states are shows at the first step.
+        return None
+
+    def _outcome(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any] | Exception:
+        """What `_probe` finds, or the optimizer's error."""
         settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         key = (shape, repr(settings))
         if key not in self._probed:
+            if len(self._probed) >= _MOST_PROBED:  # a schedule makes other settings in each step
+                self._probed.clear()
             parameter = nn.Parameter(torch.zeros(shape, device="cpu"))
             parameter.grad = torch.zeros(shape, device="cpu")
             # A user's optimizer may draw random numbers, which must not change the user's.
@@ -236,16 +270,12 @@ class WholeTensorUpdate:
                 with torch.random.fork_rng(devices=[]), torch.no_grad():
                     (self._probed[key],) = self._step([parameter], [0], [settings])
             except Exception as error:
-                # What no arithmetic takes, such as a learning rate that is no number, is no matter of shapes.
-                if raises and isinstance(error, TypeError):
-                    words = settings_in_words(settings)
-                    raise ValueError(f"{self._kind.__name__} cannot step with {words}: {error}") from error
-                # It may ask of a shape what ours is not. What its states are shows at the first step.
-                self._probed[key] = None
+                self._probed[key] = error.with_traceback(None)
             finally:
                 self._worker.state.clear()
                 self._worker.param_groups.clear()
-            self._refuse_states(self._probed[key], shape)
+            if not isinstance(found := self._probed[key], Exception):
+                self._refuse_states(found, shape)
         return self._probed[key]
 
     def _refuse_states(self, entry: Mapping[str, Any] | None, shape: tuple[int, ...]) -> None:
@@ -281,6 +311,9 @@ def _likeness(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(small[size] for size in shape)
 
 
+_MATRIX = (2, 3)
+_MOST_PROBED = 256
+"""Outcomes of trial steps that are kept, each a few small tensors."""
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 
 

@@ -21,7 +21,7 @@ from gemini.optimizer.elementwise import MOST_TEMPORARIES
 from gemini.optimizer.several import SeveralUpdates
 from gemini.optimizer.shards import GradientFactors, Made
 from gemini.optimizer.update import ChunkUpdates, Due
-from gemini.optimizer.whole_tensor import DueTensor, TensorExchange
+from gemini.optimizer.whole_tensor import DueTensor, TensorExchange, WholeTensorUpdate
 from gemini.placement.owners import owners, windows, work_of
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.grads import GradStore
@@ -49,6 +49,7 @@ class WholeChunkUpdates(ChunkUpdates):
         averages: Averages | None,
     ) -> None:
         super().__init__(params, grads, failures, states, update, param_groups, False, averages)
+        self._rules = update
         self._num_shards = params.communicator.num_shards
         self._tensors = TensorExchange(update, param_groups, params.communicator, params.device.device)
         self._made: dict[tuple[int, int], Made] = {}  # by chunk index and position, of the window at hand
@@ -60,12 +61,24 @@ class WholeChunkUpdates(ChunkUpdates):
     @contextmanager
     def _room(self, others: AbstractContextManager[None], chunks: Sequence[Chunk]) -> Iterator[None]:
         whole = {chunk: self._whole_in(chunk, None) for chunk in chunks}
+        for chunk, its in whole.items():
+            self._refuse_shapes(chunk, its)
         most = max((self._window_bytes(whole, window) for window in self._windows(whole)), default=0)
         with others:
             if most:
                 # The tensor is dropped at once: torch's allocator keeps its memory cached, and the owner finds it.
                 torch.empty(most, dtype=torch.uint8, device=self._memory.device.device)
             yield
+
+    def _refuse_shapes(self, chunk: Chunk, whole: Sequence[ManagedParameter]) -> None:
+        """Raises ValueError for a parameter that its optimizer cannot update, before anything has changed."""
+        for managed in whole:
+            number = self._states[chunk.index].groups[managed.position]
+            if managed.requires_grad and number is not None:
+                group = self._param_groups[number]
+                rule = self._rules.of(group)
+                assert isinstance(rule, WholeTensorUpdate)
+                rule.refuse_shape(group, managed)
 
     def update(self, chunks: Due, factors: GradientFactors, payloads: Payloads) -> None:
         """See `ChunkUpdates.update`. Collective: all ranks exchange the tensors of a window together."""

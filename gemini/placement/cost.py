@@ -34,8 +34,11 @@ class MovedBytes:
         nearby_ranks: ranks that hold such a copy. 1: there is none.
         exchanged_bytes: bytes of the gradient payloads that ranks exchange, in the dtype in which they travel.
         num_exchanges: the number of these exchanges.
-        replicated_bytes: bytes of the sums of gradients that replicas exchange, and of the means that come back.
-        num_replicas: groups of ranks that hold the same shards. All other bytes travel within one of them.
+        replicated_bytes: bytes of the sums of gradients that groups exchange, and of means that come back to replicas.
+        num_replicated: the number of launches for that.
+        across_bytes: bytes of updated weights that groups gather from one another, where all share optimizer states.
+        num_across: the number of these gathers.
+        num_replicas: groups of ranks that hold the same weights. All other bytes travel within one of them.
         device_update_bytes: bytes that the optimizer's update reads and writes on the device.
         host_update_bytes: the same on the host.
         from_disk_bytes: bytes of states that are read for their update.
@@ -53,11 +56,18 @@ class MovedBytes:
     exchanged_bytes: int = 0
     num_exchanges: int = 0
     replicated_bytes: int = 0
+    num_replicated: int = 0
+    across_bytes: int = 0
+    num_across: int = 0
     num_replicas: int = 1
     device_update_bytes: int = 0
     host_update_bytes: int = 0
     from_disk_bytes: int = 0
     to_disk_bytes: int = 0
+
+
+def _num_groups(facts: ChunkFacts) -> int:
+    return facts.num_groups if facts.in_groups else facts.layout.num_replicas
 
 
 def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
@@ -69,9 +79,14 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
     links = predicted.bytes_by_link
     reduced = predicted.exchanged.get(Exchange.REDUCE, (0, 0))
     # Every exchange but a reduction is an all-gather.
-    others = Exchange.REDUCE, Exchange.REPLICAS, Exchange.NEARBY
+    others = Exchange.REDUCE, Exchange.REPLICAS, Exchange.NEARBY, Exchange.MEAN_ACROSS, Exchange.GATHER_ACROSS
     gathers = [found for what, found in predicted.exchanged.items() if what not in others]
     nearby = predicted.exchanged.get(Exchange.NEARBY, (0, 0))
+    across = predicted.exchanged.get(Exchange.GATHER_ACROSS, (0, 0))
+    num_replicas = max((_num_groups(facts) for facts in plan.packing.chunks), default=1)
+    # An exchange with replicas takes one launch, and one for each part that comes back.
+    with_replicas, means = (predicted.exchanged.get(each, (0, 0)) for each in (Exchange.REPLICAS, Exchange.MEAN_ACROSS))
+    launches = with_replicas[0] * (1 + num_replicas) + means[0]
     updated = {Tier.DEVICE: 0, Tier.HOST: 0}
     its = zip(plan.packing.chunks, plan.demand.chunks, plan.placement.homes, strict=True)
     for facts, chunk, homes in its:
@@ -87,11 +102,14 @@ def moves_of(plan: Plan, predicted: Predicted | None = None) -> MovedBytes:
         num_gathers=sum(count for count, _ in gathers),
         nearby_bytes=nearby[1],
         num_nearby=nearby[0],
-        nearby_ranks=plan.settings.secondary_group_size or 1,
+        nearby_ranks=plan.settings.num_in_group or plan.settings.secondary_group_size or 1,
         exchanged_bytes=reduced[1],
         num_exchanges=reduced[0],
-        replicated_bytes=predicted.exchanged.get(Exchange.REPLICAS, (0, 0))[1],
-        num_replicas=max((facts.layout.num_replicas for facts in plan.packing.chunks), default=1),
+        replicated_bytes=with_replicas[1] + means[1],
+        num_replicated=launches,
+        across_bytes=across[1],
+        num_across=across[0],
+        num_replicas=num_replicas,
         device_update_bytes=updated[Tier.DEVICE],
         host_update_bytes=updated[Tier.HOST],
         from_disk_bytes=links.get("disk->host", 0),
@@ -327,9 +345,11 @@ def modelled_step(
         exchanges = exchange_seconds(moves.exchanged_bytes, group, rates)
         if exchanges is not None and moves.num_replicas > 1:
             over_replicas = exchange_seconds(moves.replicated_bytes, replicas, rates)
-            # As many reductions go over the replicas: an exchange, and a launch for each part that comes back.
-            launches_s = moves.num_exchanges * (1 + moves.num_replicas) * rates.collective_s
+            launches_s = moves.num_replicated * rates.collective_s
             exchanges = None if over_replicas is None else exchanges + over_replicas + launches_s
+        if gathers is not None and moves.num_across:
+            across = all_gather_seconds(moves.across_bytes, replicas, rates)
+            gathers = None if across is None else gathers + across + moves.num_across * rates.collective_s
         parts["gathers"] = None if gathers is None else gathers + moves.num_gathers * rates.collective_s
         parts["exchanges"] = None if exchanges is None else exchanges + moves.num_exchanges * rates.collective_s
     ahead = moves.ahead_bytes / moves.to_device_bytes if moves.to_device_bytes else 0.0

@@ -59,6 +59,12 @@ def format_bytes(num_bytes: int) -> str:
     raise AssertionError("unreachable")
 
 
+def in_units(num_bytes: int) -> str:
+    """` (20 KiB)`, to stand behind the exact number in an error; nothing where it would repeat the number."""
+    words = format_bytes(num_bytes)
+    return "" if words == f"{num_bytes} B" else f" ({words})"
+
+
 # -- Dtypes for planning: a name and a number of bytes. No tensor and no torch.
 
 

@@ -168,11 +168,22 @@ class Gradient:
     whole_views: tuple[Any, ...] = ()  # of its parameters, by position
 
     def __init__(
-        self, index: int, oversize: bool, sums: SumRule, trained: bytes, *, is_alone: bool, is_chosen: bool
+        self,
+        index: int,
+        oversize: bool,
+        sums: SumRule,
+        trained: bytes,
+        *,
+        is_alone: bool,
+        is_chosen: bool,
+        has_replicas: bool = False,
+        in_groups: bool = False,
     ) -> None:
         """trained: by position of the chunk's parameters. is_alone: one rank, whose gradient is the mean already.
 
         is_chosen: routing chooses which of its parameters are used, on each rank from its data.
+        has_replicas: other groups of ranks hold the same shards, and their means may be exchanged later.
+        in_groups: other groups have it, too, and each rank uses a part of what its group shares.
         """
         count = len(trained)
         self.index: Final = index
@@ -180,6 +191,8 @@ class Gradient:
         self.is_alone: Final = is_alone
         self.is_chosen: Final = is_chosen
         self.sums: Final = sums
+        self.has_replicas: Final = has_replicas or in_groups
+        self.in_groups: Final = in_groups
 
         # the local gradient: written by `become`, and by `note_fired` where a parameter's gradient comes
         self.state = GradState.CLOSED
@@ -197,6 +210,7 @@ class Gradient:
         # the reduced gradient and unreduced sums: written by `become_reduced` and `become_unsynced`
         self.reduced_state = ReducedState.NONE
         self.first_backward = 0  # number of the backward whose gradient was reduced first in this step
+        self.awaits_replicas = False  # some of it is a mean of this group alone; equal on all ranks
         self.unsynced_state = UnsyncedState.NONE
 
         # which parameters got a gradient, by position
@@ -322,7 +336,17 @@ class Gradient:
             raise self._cannot(self.reduced_state, state)
         if self.reduced_state is ReducedState.NONE:
             self.first_backward = backward
+        if state is ReducedState.NONE:
+            self.awaits_replicas = False
         self.reduced_state = state
+
+    def note_mean_of_group(self) -> None:
+        """The mean of this group of ranks is about to be added, and not that of all replicas."""
+        self.awaits_replicas = True
+
+    def note_mean_of_all(self) -> None:
+        """Replicas have taken the mean over their sums."""
+        self.awaits_replicas = False
 
     def note_used(self) -> None:
         """The backward updates the parameters whose gradients are in the payload, which is closed next."""
@@ -353,6 +377,7 @@ class Gradient:
     def take_over(self, before: Gradient) -> None:
         """Keep what `before` knew about this chunk's gradient."""
         self.in_pieces, self.came_in_part = before.in_pieces, before.came_in_part
+        self.awaits_replicas = before.awaits_replicas
         for flags, old in ((self.got, before.got), (self.agreed, before.agreed), (self.had, before.had)):
             # In place: on one rank `got` and `agreed` are one array.
             flags[:] = old

@@ -425,21 +425,38 @@ class ReductionOrder:
 #
 # One rank has nothing to agree on: its gradient is the mean. Where the home is on the device in full precision,
 # gradients are written and added there. Others are opened in a slot and merged into the home when they are complete.
+#
+# [Note: One exchange with replicas] Where groups of ranks hold the same shards, the mean over all ranks takes an
+# exchange with the replicas, over the slower link. Several backwards of a step need one in all: each group adds its own
+# means up, in the order of backwards, as if it were alone, and the groups take the mean of these sums, in their order,
+# when gradients are used: by a step, a norm, a read, a write, a checkpoint. A sum may have means of all ranks in it
+# already, as a user has read it or written to it: these are equal in all groups, and the mean over groups leaves them.
+# So any mixture is right. A step's first backward exchanges its means at once, beside its own work, unless the user has
+# said that others follow (`gradient_accumulation_steps`): in most trainings it is the only one. Where all ranks share
+# optimizer states (`optimizer_shard="all"`) each has room for its own part of a mean of all, so every backward leaves
+# the exchange, in which each rank then gets the mean of its part alone. What decides is the
+# number of the backward, and what the user has said, so the bits follow from these, and from no budget and no place.
 
 
 class GradientBooks:
     """What is known of one model's gradients in a backward, and from one backward to the next."""
 
-    def __init__(self, of: Mapping[int, Gradient], *, is_alone: bool) -> None:
-        """of: the books of each trainable chunk. is_alone: this rank's gradients are all there are."""
+    def __init__(self, of: Mapping[int, Gradient], *, is_alone: bool, has_several: bool = False) -> None:
+        """of: the books of each trainable chunk. is_alone: this rank's gradients are all there are.
+
+        has_several: a step is known to have several backwards.
+        """
         self.of = of
+        self._has_several = has_several
         self.is_alone = is_alone
         self.synchronizes = True  # False inside no_sync()
         self.awaits_reduction = False  # gradients from under no_sync() are left; equal on all ranks
+        self.leaves_replicas = False  # the user has said that the exchange with replicas comes later
+        self.awaits_replicas = False  # replicas may still have other gradients; equal on all ranks
         self.uses_up = False  # the running backward, or the last one, updates weights with its gradients
         self.in_flight: int | None = None  # the chunk whose reduction was started and not finished
         self.reduced: set[int] = set()  # chunks reduced in this backward: membership only
-        self.changed: dict[int, None] = {}  # chunks that may have become complete since ranks last asked each other
+        self.changed: dict[int, None] = {}  # complete, or no more, perhaps, since ranks last asked each other
         self.next_in_order = 0
         self.is_off = False  # a gradient came late or early: record again
         self.reset_order()
@@ -475,9 +492,35 @@ class GradientBooks:
         """
         # A reduction is in flight here only after a failure, or inside a backward.
         self.in_flight = None
+        if not self.is_alone:
+            self.changed.update(dict.fromkeys(self.of))
         if self.awaits_reduction and not has_zeros:
             # Of parameters that another optimizer updates they stay.
             self.awaits_reduction = any(gradient.is_behind for gradient in self.of.values())
+
+    def leave_replicas(self, leaves: bool) -> None:
+        """Whether backwards leave the exchange with replicas for later, whatever their number. Local."""
+        self.leaves_replicas = leaves
+
+    def defers(self, chunk: int, backward: int) -> bool:
+        """Whether what backward number `backward` reduces is exchanged with replicas only when gradients are used.
+
+        The first backward of a step exchanges its gradients beside its own work, if it may be the only one. See
+        [Note: One exchange with replicas].
+        """
+        gradient = self.of[chunk]
+        is_early = self._has_several or self.leaves_replicas or backward > 1 or gradient.in_groups
+        return is_early and gradient.has_replicas and not self.uses_up
+
+    def note_mean_of_group(self, chunk: int) -> None:
+        """The chunk's mean over this group is about to be added. Every rank calls it at the same point."""
+        self.awaits_replicas = True
+        self.of[chunk].note_mean_of_group()
+
+    def take_awaiting(self) -> list[int]:
+        """The chunks whose gradients replicas must exchange before they are used, in order: the caller does it."""
+        self.awaits_replicas = False
+        return [chunk for chunk, gradient in self.of.items() if gradient.awaits_replicas and gradient.is_reduced]
 
     @property
     def knows_parts(self) -> bool:

@@ -80,7 +80,7 @@ def _least_bytes_of_sums(plan: Plan) -> int:
         return 0
     pairs = zip(plan.demand.chunks, plan.packing.chunks, strict=True)
     sums = sum(
-        FLOAT32.itemsize * facts.optim_layout.shard_numel
+        FLOAT32.itemsize * facts.rest_numel
         for chunk, facts in pairs
         if Kind.GRAD in chunk.home_bytes and facts.dtypes.widens
     )

@@ -24,7 +24,7 @@ from gemini.placement.demand import (
 from gemini.placement.gradient import SumRule
 from gemini.placement.packing import ChunkFacts, Packing, packings
 from gemini.settings import Settings
-from sharding import ALIGNMENT, SUM_TILE_NUMEL, ShardLayout, exchange_numels, replica_numels
+from sharding import ALIGNMENT, SUM_TILE_NUMEL, ShardLayout, Unit, exchange_numels, replica_numels
 
 # -- Scratch: device memory for the temporaries of one reduction, reused by the next. Bytes only.
 #
@@ -114,6 +114,34 @@ def num_tiles(chunk: ChunkFacts, stage: int, num_bytes: int) -> int:
     return -(-layout.shard_numel // tile)
 
 
+def across_layout(numel: int, num_groups: int) -> ShardLayout:
+    """The layout of `numel` consecutive elements that ranks with one place in all groups share."""
+    return ShardLayout((Unit(0, numel),), num_groups)
+
+
+def num_tiles_across(chunk: ChunkFacts, rest: Dtype, num_bytes: int) -> int:
+    """The exchanges in which groups take the mean of what each of them shares. rest: where it rests."""
+    layout = across_layout(chunk.rest_numel, chunk.num_groups)
+    return -(-chunk.optim_layout.shard_numel // largest_tile(rest, rest, False, layout, num_bytes))
+
+
+def replica_tile_numel(itemsize: int, num_replicas: int, num_bytes: int) -> int:
+    """The most elements of a shard that replicas exchange at once when gradients are used, in scratch of `num_bytes`.
+
+    itemsize: of the gradient at rest. They hold a copy from the host, the sum of this group, what is received, and
+    one part of the total before it is rounded. Received parts are as large as the largest of them.
+    """
+    summed = max(FLOAT32.itemsize, itemsize)
+    pieces = 4
+    free = num_bytes - pieces * _ALIGNMENT_BYTES - num_replicas * summed
+    return max(1, free // (itemsize + (pieces - 1) * summed) // ALIGNMENT) * ALIGNMENT
+
+
+def num_replica_tiles(layout: ShardLayout, rest: Dtype, num_bytes: int) -> int:
+    """The exchanges in which replicas take the mean of a shard when gradients are used. rest: where it rests."""
+    return -(-layout.shard_numel // replica_tile_numel(rest.itemsize, layout.num_replicas, num_bytes))
+
+
 def whole_exchange_bytes(chunk: ChunkFacts, stage: int) -> int:
     """The scratch bytes with which the chunk's gradient is exchanged at once, on several ranks."""
     # The receive buffer, the packed units if there are several, and the reduced shard.
@@ -161,7 +189,10 @@ def _least_for_sums(chunk: ChunkFacts, stage: int) -> int:
     """A sum that no_sync() left is always exchanged in tiles, as large as scratch allows: room for the smallest."""
     dtypes = chunk.dtypes
     rest = FLOAT32 if dtypes.widens else dtypes.rest
-    return tile_bytes(dtypes.sums, rest, stage == 0, chunk.grad_layout, ALIGNMENT)
+    least = tile_bytes(dtypes.sums, rest, stage == 0, chunk.grad_layout, ALIGNMENT)
+    if not chunk.in_groups:
+        return least
+    return max(least, tile_bytes(rest, rest, False, across_layout(chunk.rest_numel, chunk.num_groups), ALIGNMENT))
 
 
 def _rounding_bytes(chunk: ChunkFacts) -> int:
@@ -322,7 +353,7 @@ def _link_bytes(chunk: ChunkFacts, stage: int, world_size: int, micro_batches: i
     is_wide = micro_batches > 1 and dtypes.widens
     arriving = dtypes.arriving(world_size == 1)
     # At stage 0 every rank keeps the whole mean, at all other stages its own part.
-    reduced = micro_batches * arriving.itemsize * (chunk.layout.numel if stage == 0 else chunk.layout.shard_numel)
+    reduced = micro_batches * arriving.itemsize * (chunk.layout.numel if stage == 0 else chunk.grad_layout.shard_numel)
     if SumRule.planned(world_size, dtypes).resumes:
         # Each further micro-batch first brings the sum to the device.
         reduced += (micro_batches - 1) * updated
@@ -354,7 +385,7 @@ def _gradient_home_bytes(chunk: ChunkFacts, stage: int, holds_sums: bool) -> int
     """Bytes of the gradient's own home. holds_sums: of several micro-batches."""
     num_bytes = _gradient_home_numel(chunk, stage, holds_sums) * chunk.dtypes.rest.itemsize
     # From the second micro-batch on the sum is kept in fp32, in addition to the 16-bit home.
-    return num_bytes + (FLOAT32.itemsize * chunk.optim_layout.shard_numel if holds_sums and chunk.dtypes.widens else 0)
+    return num_bytes + (FLOAT32.itemsize * chunk.rest_numel if holds_sums and chunk.dtypes.widens else 0)
 
 
 def _gradient_home_numel(chunk: ChunkFacts, stage: int, holds_sums: bool) -> int:
@@ -362,7 +393,7 @@ def _gradient_home_numel(chunk: ChunkFacts, stage: int, holds_sums: bool) -> int
     # The reduced gradient takes the memory of the parameters, unless another micro-batch needs these.
     if chunk.may_lend_home and not holds_sums:
         return 0
-    optim_numel = chunk.optim_layout.shard_numel
+    optim_numel = chunk.rest_numel
     # Autograd writes to a home only in the weight's dtype. A home of another dtype is never a payload, so it holds no
     # more than the elements that this rank updates.
     if stage >= 2 or chunk.layout.world_size == 1 or chunk.dtypes.rest != chunk.dtypes.weight:

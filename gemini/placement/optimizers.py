@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from gemini.placement.demand import ModelSpec, WeightSpec
 from gemini.placement.packing import Packing
 
-_NOT_HIDDEN = ("embed", "lm_head")
+NOT_HIDDEN = ("embed", "lm_head")
+"""What the names of matrices that are not hidden have in them, by DeepSpeed's rule."""
 
 
-def is_hidden(name: str, num_dims: int) -> bool:
-    """Whether a weight is a hidden one of two dimensions or more, which Muon is for, by DeepSpeed's rule."""
-    return num_dims > 1 and not any(word in name.lower() for word in _NOT_HIDDEN)
+def is_hidden(name: str, num_dims: int, not_hidden: Sequence[str] = NOT_HIDDEN) -> bool:
+    """Whether a weight is a hidden one of two dimensions or more, which Muon is for.
+
+    not_hidden: parts of the names of those that are not. Case does not count.
+    """
+    return num_dims > 1 and not any(word.lower() in name.lower() for word in not_hidden)
 
 
 @dataclass(frozen=True)

@@ -425,6 +425,22 @@ class ChunkFacts(PackedChunk):
     is_fine: bool  # so many small parameters that the Python calls for each of them decide the speed
     is_chosen: bool  # each rank's data decides which of the weights that rank uses
     persists: bool  # of weights that stay whole on the device of every rank
+    in_groups: bool  # gradients are shared in groups of ranks, and optimizer states by all
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of ranks that share gradients."""
+        return self.layout.world_size // self.grad_layout.world_size
+
+    @property
+    def rest_numel(self) -> int:
+        """Elements of the reduced gradient at rest, while backwards add to it."""
+        return (self.grad_layout if self.in_groups else self.optim_layout).shard_numel
+
+    @property
+    def may_await_replicas(self) -> bool:
+        """Whether the means of groups may add up before replicas exchange them."""
+        return has_later_replicas(self.grad_layout, self.optim_layout)
 
     @property
     def master_itemsize(self) -> int:
@@ -518,7 +534,8 @@ def _facts_of(
             # Weights that every rank holds whole are not fetched, and what an update has changed travels as it is.
             fetch_layout=layout.traveling(weight_wire if home_layout.world_size > 1 else None),
             secondary_layout=_secondary(layout, home_layout, settings, is_edited),
-            grad_layout=layout.traveling(settings.gradient_wire(dtypes.weight)),
+            grad_layout=layout.traveling(settings.gradient_wire(dtypes.weight)).within_group(settings.num_in_group),
+            in_groups=settings.num_in_group is not None,
             dtypes=dtypes,
             may_lend_home=may_lend_home,
             # In a lent home the gradient would overwrite the upper half of a split master, which is the parameter.
@@ -536,9 +553,19 @@ def _secondary(
 ) -> ShardLayout | None:
     # What a forward writes to weights differs between ranks: each rank's counts for its shard, which the second copy
     # would not show.
-    if settings.secondary_group_size is None or home_layout.world_size == 1 or is_edited:
+    num_ranks = settings.num_in_group or settings.secondary_group_size
+    if num_ranks is None or home_layout.world_size == 1 or is_edited:
         return None
-    return layout.within(settings.secondary_group_size)
+    return layout.within(num_ranks)
+
+
+def has_later_replicas(grad_layout: ShardLayout, optim_layout: ShardLayout) -> bool:
+    """Whether the means of groups may add up before replicas exchange them.
+
+    Ranks that keep whole means exchange their parts before they gather them. What travels quantised is exchanged as the
+    sum that it was before.
+    """
+    return grad_layout.num_replicas > 1 and optim_layout.world_size > 1 and grad_layout.wire is None
 
 
 def whole_layout(layout: ShardLayout) -> ShardLayout:

@@ -16,6 +16,7 @@ from gemini.placement.demand import (
     Placement,
     Tier,
     format_bytes,
+    in_units,
     optimizer_tier,
     update_tier,
 )
@@ -370,9 +371,10 @@ def check_fits(demand: Demand, placement: Placement, budget_bytes: int | None, p
     needed = placement.device_bytes(demand)
     if budget_bytes is not None and needed > budget_bytes:
         raise BudgetError(
-            f"device: tensor_placement_policy={policy!r} needs {needed} bytes of model data ({format_bytes(needed)}): "
-            f"{_slots_in_words(demand, placement)}; the budget is {budget_bytes} bytes ({format_bytes(budget_bytes)}). "
-            f"Allow more with model_data_memory= or device_memory=",
+            f"device: tensor_placement_policy={policy!r} needs {needed} bytes of model data{in_units(needed)}: "
+            f"{_slots_in_words(demand, placement)}; the budget is {budget_bytes} bytes{in_units(budget_bytes)}"
+            f"{', as a number without a unit is bytes' * (budget_bytes < 2**10)}. "
+            "Allow more with model_data_memory= or device_memory=",
             tier="device",
             needed_bytes=needed,
             budget_bytes=budget_bytes,

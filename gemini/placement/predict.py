@@ -105,6 +105,7 @@ class Simulation:
         self._num_updates += 1
         self.payloads.next_use.note_update()
         self.payloads.finish_ahead(self._counted)
+        self.gradients.join_replicas()
         # Every payload is stale after the update, so all slots are free while it runs.
         for chunk, gradient in self.gradients.of.items():
             self.payloads.release(chunk)
@@ -413,6 +414,8 @@ _NAMES = {
     Exchange.NEARBY: "shards of weights inside the groups of a second copy",
     Exchange.REDUCE: "gradients",
     Exchange.REPLICAS: "sums of gradients over replicas",
+    Exchange.MEAN_ACROSS: "sums of gradients across groups",
+    Exchange.GATHER_ACROSS: "updated weights across groups",
     Exchange.WHOLE_GRADIENT: "reduced gradients",
     Exchange.WHOLE_WEIGHT: "updated weights",
 }
@@ -431,6 +434,9 @@ def chunks_in_words(
     replicas = packing.chunks[0].layout.num_replicas if packing.chunks else 1
     if replicas > 1:
         ranks += f" ({replicas} replicas of {world_size // replicas} shards)"
+    elif packing.chunks and packing.chunks[0].in_groups:
+        groups = packing.chunks[0].num_groups
+        ranks += f" ({groups} groups of {world_size // groups} that share weights and gradients; all share the states)"
     yield f"{num_weights} weights are planned for {ranks} at stage {stage} with tensor_placement_policy={policy!r}."
     if infers:
         yield (

@@ -6,7 +6,7 @@ from collections import Counter
 from enum import StrEnum
 
 from gemini.placement.decisions import Decisions
-from gemini.placement.demand import ChunkDtypes, Kind, Tier
+from gemini.placement.demand import ChunkDtypes, Dtype, Kind, Tier
 from sharding import ShardLayout
 
 # -- Counts the bytes that cross the links and that ranks exchange in a step, by purpose, without moving any.
@@ -29,14 +29,17 @@ class Exchange(StrEnum):
     """The collectives on model data.
 
     GATHER: shards of parameters become a payload. NEARBY: those of a second copy in a node do. REDUCE: gradients become
-    shards of their mean. REPLICAS: groups that hold the same shards add their sums up. WHOLE_GRADIENT and WHOLE_WEIGHT:
-    every rank computed a part, and all ranks gather the whole.
+    shards of their mean. REPLICAS: groups that hold the same shards add their sums up. MEAN_ACROSS: where all ranks
+    share optimizer states, each gets its part of the mean over groups. GATHER_ACROSS: a group's part of the weights
+    comes together. WHOLE_GRADIENT and WHOLE_WEIGHT: every rank computed a part, and all ranks gather the whole.
     """
 
     GATHER = "gather"
     NEARBY = "gather in the node"
     REDUCE = "reduce"
     REPLICAS = "reduce over replicas"
+    MEAN_ACROSS = "reduce across groups"
+    GATHER_ACROSS = "gather across groups"
     WHOLE_GRADIENT = "gather of reduced gradients"
     WHOLE_WEIGHT = "gather of updated weights"
 
@@ -65,10 +68,16 @@ class Traffic:
         """Count the reduction of a gradient: in the group of ranks that share the shards, then over the replicas."""
         self.exchange(Exchange.REDUCE, layout.traveling_bytes(layout.numel, dtypes.travel.itemsize), launches)
         if layout.num_replicas > 1:
-            # A sum is sent in the dtype in which it is added, and comes back in that in which it rests.
-            summed = dtypes.travel.summed
-            both = (layout.traveling_bytes(layout.shard_numel, each.itemsize) for each in (summed, dtypes.rest))
-            self.exchange(Exchange.REPLICAS, sum(both), launches)
+            self.exchange_with_replicas(layout, dtypes.rest, launches, dtypes.travel)
+
+    def exchange_with_replicas(
+        self, layout: ShardLayout, rest: Dtype, launches: int, travel: Dtype | None = None
+    ) -> None:
+        """Count the exchange of a shard over the replicas. travel: the dtype before the sum; None: `rest`."""
+        # A sum is sent in the dtype in which it is added, and comes back in that in which it rests.
+        summed = (rest if travel is None else travel).summed
+        both = (layout.traveling_bytes(layout.shard_numel, each.itemsize) for each in (summed, rest))
+        self.exchange(Exchange.REPLICAS, sum(both), launches)
 
     def clear(self) -> None:
         """Count from zero."""
@@ -103,6 +112,10 @@ class PayloadTraffic:
         # Every rank holds the chunk whole, and copies what it has updated.
         if only_own:
             layout, purpose = facts.layout, MoveReason.UPDATE
+        elif facts.in_groups and secondary is not None:
+            count = sum(unit.numel > 0 for unit in secondary.units)
+            self._traffic.exchange(Exchange.GATHER_ACROSS, secondary.shard_numel * itemsize, count)
+            self._traffic.exchange(Exchange.NEARBY, facts.payload_bytes)
         elif layout.world_size > 1:
             traveling = facts.fetch_layout.traveling_bytes(facts.layout.numel, facts.itemsize)
             self._traffic.exchange(Exchange.GATHER, traveling)

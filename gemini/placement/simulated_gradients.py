@@ -15,7 +15,7 @@ from gemini.placement.decisions import Decisions
 from gemini.placement.demand import FLOAT32, Dtype, Kind, Tier, update_tier
 from gemini.placement.gradient import Gradient, GradState, ReducedState, SumRule
 from gemini.placement.gradient_rules import MAX_WAITING, GradientBooks, GradientRules, PlaceRules
-from gemini.placement.needs import num_tiles
+from gemini.placement.needs import num_replica_tiles, num_tiles, num_tiles_across
 from gemini.placement.packing import ChunkFacts
 from gemini.placement.payload_rules import PayloadRules
 from gemini.placement.simulate import Exchange, MoveReason, Traffic
@@ -104,8 +104,11 @@ class SimulatedPlaces(PlaceRules):
 
     def num_bytes(self, chunk: int) -> int:
         """Bytes of the part of the reduced gradient that this rank updates with."""
-        is_wide = self._gradients[chunk].reduced_state is ReducedState.WIDE
-        return self._bytes_in(chunk, FLOAT32 if is_wide else self._facts[chunk].dtypes.rest)
+        gradient, facts = self._gradients[chunk], self._facts[chunk]
+        dtype = FLOAT32 if gradient.reduced_state is ReducedState.WIDE else facts.dtypes.rest
+        if gradient.in_groups and not gradient.awaits_replicas:
+            return facts.optim_layout.shard_numel * dtype.itemsize
+        return self._bytes_in(chunk, dtype)
 
     def reclaim(self, chunk: int) -> None:
         """Move the gradient out of the parameter home if it is there: the parameters are needed before the step."""
@@ -165,7 +168,7 @@ class SimulatedPlaces(PlaceRules):
         return self._tiers[chunk][Kind.PARAM] if home is None else home
 
     def _bytes_in(self, chunk: int, dtype: Dtype) -> int:
-        return self._facts[chunk].optim_layout.shard_numel * dtype.itemsize
+        return self._facts[chunk].rest_numel * dtype.itemsize
 
     def _allocate(self, tier: Tier, num_bytes: int) -> Tier:
         """Allocate bytes for good on this tier, or on the host if the device is full. Returns the tier.
@@ -240,7 +243,8 @@ class Gradients(GradientRules):
         """
         self.of = _books_of(plan)
         self.places = SimulatedPlaces(plan, self.of, payloads, traffic)
-        books = GradientBooks(self.of, is_alone=plan.world_size == 1)
+        has_several = (plan.settings.gradient_accumulation_steps or 1) > 1
+        books = GradientBooks(self.of, is_alone=plan.world_size == 1, has_several=has_several)
         # Fetches that are collectives give all ranks common points at which to reduce.
         gathers = plan.settings.stage == 3 and not books.is_alone and not payloads.is_resident
         # By chunk: positions of the weights whose gradients wait in `.grad`, the chunk that has waited longest first.
@@ -291,6 +295,22 @@ class Gradients(GradientRules):
             self.collect(chunk)
         self.end()
 
+    def join_replicas(self) -> None:
+        """Count what replicas exchange before gradients are used. See [Note: One exchange with replicas]."""
+        for chunk in self._books.take_awaiting():
+            facts, tier = self._facts[chunk], self.places.tier_of(chunk)
+            is_wide = self.of[chunk].reduced_state is ReducedState.WIDE
+            rests = FLOAT32 if is_wide else facts.dtypes.rest
+            self._traffic.copy(tier, Tier.DEVICE, self.places.num_bytes(chunk), MoveReason.GRADIENT)
+            if facts.in_groups:
+                tiles = num_tiles_across(facts, rests, self._scratch_bytes)
+                self._traffic.exchange(Exchange.MEAN_ACROSS, facts.rest_numel * rests.itemsize, tiles)
+            else:
+                tiles = num_replica_tiles(facts.layout, rests, self._scratch_bytes)
+                self._traffic.exchange_with_replicas(facts.layout, rests, tiles)
+            self.of[chunk].note_mean_of_all()
+            self._traffic.copy(Tier.DEVICE, tier, self.places.num_bytes(chunk), MoveReason.GRADIENT)
+
     def end_step(self) -> None:
         """Drop all gradients after a step used them."""
         for gradient in self.of.values():
@@ -325,7 +345,11 @@ class Gradients(GradientRules):
         if self._books.is_alone:
             return False
         facts, tiles = self._facts[chunk], self._num_tiles(chunk)
-        self._traffic.reduce(facts.grad_layout, facts.dtypes, tiles)
+        layout = facts.grad_layout
+        if self._books.defers(chunk, self._backward):
+            self._books.note_mean_of_group(chunk)
+            layout = layout.of_group
+        self._traffic.reduce(layout, facts.dtypes, tiles)
         self.of[chunk].become(GradState.REDUCING)
         # At stage 0 the reduced shards are gathered at once, and tiles wait for each other: nothing stays in flight.
         return self._stage > 0 and tiles == 1
@@ -361,10 +385,10 @@ class Gradients(GradientRules):
 
     def _bytes_of_mean(self, chunk: int) -> int:
         """Bytes of what was reduced on the device."""
-        layout, dtypes = self._facts[chunk].layout, self._facts[chunk].dtypes
-        arriving = dtypes.arriving(self._books.is_alone)
+        its = self._facts[chunk]
+        arriving = its.dtypes.arriving(self._books.is_alone)
         # At stage 0 every rank keeps the whole mean, at all other stages its own part.
-        return (layout.numel if self._stage == 0 else layout.shard_numel) * arriving.itemsize
+        return (its.layout.numel if self._stage == 0 else its.grad_layout.shard_numel) * arriving.itemsize
 
 
 def _books_of(plan: Decisions) -> dict[int, SimulatedGradient]:
@@ -382,7 +406,16 @@ def _books_of(plan: Decisions) -> dict[int, SimulatedGradient]:
         home = plan.placement.homes[index][Kind.GRAD] if has_home else None
         dtypes = facts.dtypes
         sums = SumRule.planned(plan.world_size, dtypes)
-        gradient = SimulatedGradient(index, facts.oversize, sums, trained, is_alone=is_alone, is_chosen=facts.is_chosen)
+        gradient = SimulatedGradient(
+            index,
+            facts.oversize,
+            sums,
+            trained,
+            is_alone=is_alone,
+            is_chosen=facts.is_chosen,
+            has_replicas=facts.may_await_replicas,
+            in_groups=facts.in_groups,
+        )
         # Gradients are written to a home only if it is on the device, has the dtype of the weight, and has room for a
         # whole payload.
         keeps_whole = plan.settings.stage <= 1 or is_alone

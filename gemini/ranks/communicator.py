@@ -8,6 +8,7 @@ whose tags differ is never used. Tags are left out only where all ranks have agr
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,14 +16,14 @@ from functools import partial
 from hashlib import sha256
 from itertools import takewhile, zip_longest
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemini.errors import DivergenceError, RankLostError, UnsupportedError, UpdatedInBackwardError
+from gemini.errors import DivergenceError, GeminiError, RankLostError, UnsupportedError, UpdatedInBackwardError
 from gemini.memory.modes import unhooked
 from gemini.memory.tier import lacks_memory
 from gemini.observe import Failed, Feed, Met, Reached
@@ -47,10 +48,11 @@ KINDS = (
     *("new param group", "discard_state()", "the optimizer's settings", "dropped models", "change of optimizer states"),
     *("choice of optimizer", "loaded optimizer state"),
     *("tensors to their owners", "names of the owners' states", "tensors from their owners"),
+    *("mean over replicas", "mean across groups", "gather across groups"),  # of a chunk
 )
 """Kinds with a number of their own. All others share the next one: ranks compare what they say of it otherwise."""
 KIND_SHIFT = 24
-_OF_CHUNKS = KINDS[:2]
+_OF_CHUNKS = (*KINDS[:2], *KINDS[-3:])
 
 
 def in_words(what: str, chunk: int) -> str:
@@ -206,6 +208,8 @@ class StepPosition:
     def describe(self, position: int) -> str:
         # In an error the position may be another rank's, whose table has operators that this one lacks.
         operator, phase = divmod(position, len(Phase))
+        if (operator, phase) == (0, Phase.TOUCH):  # `Step.check_idle`: no operator's parameter is at this place
+            return "a call between steps for the whole model, such as state_dict()"
         name = self.operators[operator] if operator < len(self.operators) else f"operator {operator}"
         return _WORDS[Phase(phase)].format(name or "the model")
 
@@ -260,6 +264,15 @@ def _finish_told(finish: Callable[[], None], met: Met) -> None:
     met.end()
 
 
+HEARS_WITHIN_S = 10.0
+"""A rank looks for failures once a second wherever it waits for others of its model. One that has not heard after this
+time waits elsewhere."""
+_CANNOT_GO_ON = (
+    "a model divided by tensor or pipeline parallelism cannot go on after this failure, start it again from a "
+    "checkpoint: "
+)
+
+
 class Communicator:
     """The collectives of the ranks of one model, in process groups of its own. Collective to create.
 
@@ -283,26 +296,32 @@ class Communicator:
         if group is not None:
             check_backend(group, device)
         self.watch: Watchdog | None = None
-        if group is not None and group.size() > 1:
+        is_divided = len(mesh.parts) > 1 or len(mesh.stages) > 1
+        if group is not None and (group.size() > 1 or is_divided):
             self.watch = Watchdog(group, rank_timeout_s, self._last.where, backends(group)[device.type] == "gloo")
         self._connection = Connection(mesh, self.watch, rank_timeout_s, device)
         self._use(self._connection.open())
         self._end_dropped()
         self.parts = self._group_of(mesh.parts, rank_timeout_s)
         self._whole = self._group_of(mesh.stages, rank_timeout_s) if mesh.stages else self.parts
+        self._exchanges, self._has_stages = mesh.exchanges, len(mesh.stages) > 1
+        if self._whole is not None and self.watch is not None:
+            every = self._whole.collectives.all_gather_bytes(json.dumps(self.ranks).encode())
+            self.watch.widen(sorted(rank for its in every for rank in json.loads(its)))
+        self._keeps_parts = True  # their groups can be ended together
         # What all ranks of a model do together, whichever part of its tensors they have.
         self.everyone: Communicator | Everyone = self if self.parts is None else Everyone(self, self.parts)
 
     def _group_of(self, ranks: tuple[int, ...], rank_timeout_s: float) -> PartsGroup | None:
         if len(ranks) <= 1:
             return None
-        wait = None if self.watch is None else self.watch.wait
+        wait = None if self.watch is None else partial(self.watch.wait, is_beside=True)
         return PartsGroup(ranks, wait, rank_timeout_s, self.device)
 
     def _use(self, links: Links) -> None:
         self._links, self.collectives, self._shards = links, links.all, links.shards
         # A layout says by its number of ranks who gathers: what was built on all ranks may become shards of a mesh.
-        self._among = {self._shards.world_size: self._shards, self.collectives.world_size: self.collectives}
+        self._among = {self.collectives.world_size: self.collectives, self._shards.world_size: self._shards}
         if links.nearby is not None:
             self._among[links.nearby.world_size] = links.nearby
 
@@ -342,14 +361,19 @@ class Communicator:
     def bytes_by_group(self) -> dict[str, int]:
         """The same by the group in which they travelled: "all" ranks, those of its "shards", its "replicas".
 
-        "nearby": those that hold a second copy of the weights.
+        "nearby": those that hold a second copy of the weights. "across": where all ranks share optimizer states, those
+        with the same place in other groups.
         """
         found, shards = {"all": self.collectives.bytes_sent}, self._shards
         if self._links.nearby is not None:
             found["nearby"] = self._links.nearby.bytes_sent
-        if shards is self.collectives or shards.replicas is None:
-            return found
-        return {**found, "shards": shards.bytes_sent, "replicas": shards.replicas.bytes_sent}
+        if self._links.across is not None:
+            found["across"] = self._links.across.bytes_sent
+        if shards is not self.collectives:
+            found["shards"] = shards.bytes_sent
+        if shards.replicas is not None:
+            found["replicas"] = shards.replicas.bytes_sent
+        return found
 
     @property
     def users_group(self) -> dist.ProcessGroup | None:
@@ -489,6 +513,46 @@ class Communicator:
         if carried is not tensor:
             tensor.copy_(carried)
 
+    def start_mean_of_replicas(
+        self, own: Tensor, out: Tensor, chunk: int, scratch: Callable[[int, torch.dtype], Tensor]
+    ) -> Callable[[], None]:
+        """Start to write the mean of `own` over the replicas, added in their order, to `out`. Collective.
+
+        own: as of `Collectives.start_ordered_sum`. Call the returned function to finish. Raises as `start_all_gather`.
+        """
+        replicas, tag = self._shards.replicas, self._next("mean over replicas", chunk)
+        assert replicas is not None
+        with self._agreeing():
+            if tag is not None:
+                self.collectives.check(tag)
+            launched = replicas.start_ordered_sum(own, out, replicas.world_size, scratch)
+        return self._finishing(launched)
+
+    def gather_across(self, payload: Tensor, layout: ShardLayout, chunk: int) -> None:
+        """Fill `payload` from the ranks with this one's place in all groups, whose parts lie in it. Collective.
+
+        Raises as `start_all_gather`.
+        """
+        across, tag = self._links.across, self._next("gather across groups", chunk)
+        assert across is not None
+        with self._agreeing():
+            across.all_gather(payload, None, layout, tag)
+
+    def start_mean_across(
+        self,
+        payload: Tensor,
+        layout: ShardLayout,
+        out: Tensor,
+        chunk: int,
+        scratch: Callable[[int, torch.dtype], Tensor],
+    ) -> Callable[[], None]:
+        """As `start_reduce_scatter`, over the ranks with this one's place in all groups. Collective."""
+        across, tag = self._links.across, self._next("mean across groups", chunk)
+        assert across is not None
+        with self._agreeing():
+            launched = across.start_reduce_scatter(payload, layout, out, tag, mean=True, scratch=scratch)
+        return self._finishing(launched)
+
     def spread_over_replicas_(self, tensor: Tensor, what: str) -> None:
         """Replace `tensor` by that of the first replica. `what` names the collective. Collective with replicas."""
         replicas = self._shards.replicas
@@ -556,36 +620,82 @@ class Communicator:
             return self.collectives.all_gather_bytes(data, tag)
 
     def restart(self, after_wrapping: bool = False) -> None:
-        """Replace the process group after a failure that every rank caught. Collective.
+        """Replace the process groups after a failure that every rank caught. Collective, over all parts.
 
-        after_wrapping: the failure was in wrapping, which runs nothing of the user's.
+        after_wrapping: the failure was in wrapping. The ranks of this part go on alone: others may have theirs wrapped.
 
-        Raises RankLostError for a model of several parts that has failed in a forward or backward: the other parts may
-        wait inside of it, in collectives of torch's own, and would take those of another forward for them.
+        Raises RankLostError for a model of several parts of which a rank waits in a collective of torch's own, as
+        inside of a forward, or has made others than its peers: they would be taken for those of another forward.
         """
         self._refuse_forked()
-        ran = Phase(self.position.now % len(Phase)) in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
-        if self.is_divided and ran and not after_wrapping:
-            raise RankLostError(
-                "a model divided by tensor or pipeline parallelism cannot go on after a failure: ranks of other parts "
-                "may wait in collectives of torch's own. Start it again from a checkpoint"
-            )
         if self.watch is not None:
+            if after_wrapping:
+                self.watch.narrow()
+                self._keeps_parts = False
+            elif self.is_divided:
+                self._refuse_stuck(self.watch)
             self.watch.next_generation()
             # Ranks have failed at different points: tags that went on from there would differ in the first collective.
             self._last.restart()
             self._replay = ScheduleReplay()
             self._use(self._connection.replace(self._links))
             self.watch.failed = False
+            if self.is_divided and not after_wrapping:
+                for group in self._groups_of_parts():
+                    group.replace()
+                self._refuse_unequal_exchanges()
+
+    def _groups_of_parts(self) -> list[PartsGroup]:
+        return list({id(group): group for group in (self.parts, self._whole) if group is not None}.values())
+
+    def _refuse_stuck(self, watch: Watchdog) -> None:
+        """Raises RankLostError if a rank does not hear of the failure: it waits in a collective of torch's own."""
+        unheard = [] if self._has_stages else watch.wait_until_heard(HEARS_WITHIN_S)
+        if self._has_stages or unheard:
+            who = f"rank {', '.join(map(str, unheard))}" if unheard else "ranks of other stages"
+            words = f"{who} may wait in collectives of torch's own"
+            raise RankLostError(f"{_CANNOT_GO_ON}{words}. {watch.failure_in_words()}")
+
+    def _refuse_unequal_exchanges(self) -> None:
+        """Raises RankLostError on all ranks unless all parts have made equally many collectives of torch's own.
+
+        A rank that had launched one more would have it answered by the first one of the next forward.
+        """
+        groups: tuple[Any, ...] = self._exchanges
+        try:
+            own = [group._get_sequence_number_for_group() for group in groups]
+        except RuntimeError:  # the backend does not count
+            own = []
+        every = self.everyone.all_gather_bytes(json.dumps(own).encode(), "collectives of torch's own")
+        of_parts = [every[place :: self.world_size] for place in range(self.world_size)]
+        if not own or any(len(set(its)) > 1 for its in of_parts):
+            raise RankLostError(f"{_CANNOT_GO_ON}its parts have failed in different collectives of torch's own")
+
+    def _lost_connection(self, error: BaseException) -> bool:
+        """Whether the model has other parts, and a collective with these has ended because a rank is gone."""
+        is_lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        return is_lost and self.is_divided and not isinstance(error, GeminiError)
+
+    def cause_of(self, error: BaseException) -> GeminiError | None:
+        """Why a collective of torch's own has ended with `error` in a model of several parts; None: it was no such.
+
+        The ranks of other parts wait there for one that has failed, and learn from gloo or NCCL that it is gone.
+        """
+        if not self._lost_connection(error) or self.watch is None:
+            return None
+        try:
+            self.watch.raise_cause(error)
+        except GeminiError as cause:
+            return cause
 
     def close(self) -> None:
         """Give the process group back, with its threads and sockets. Collective, except after a failure."""
         if self._connection.is_open and self.watch is not None and not self.watch.failed:
             self.drop_pass()
             self._end_dropped()
-        has_failed = self.watch is not None and self.watch.failed
+        has_failed = not self._keeps_parts or (self.watch is not None and self.watch.failed)
         self._use(self._connection.close(self._links))
-        for group in {id(group): group for group in (self.parts, self._whole) if group is not None}.values():
+        for group in self._groups_of_parts():
             group.close(has_failed)
         self.parts = self._whole = None
         self.everyone = self
@@ -613,6 +723,10 @@ class Communicator:
             self.heard.tell(Failed(words_of(error), lacks_memory(error)))
         # All ranks refuse it alike, before anything has changed: the step may follow.
         if isinstance(error, UpdatedInBackwardError):
+            return
+        # Whose end that was is the failure: see `cause_of`.
+        if self._lost_connection(error) and self.watch is not None:
+            self.watch.failed = True
             return
         # The failure of a forked child (a DataLoader worker) is not the failure of its rank.
         if self.watch is not None and self._process == os.getpid():

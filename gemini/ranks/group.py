@@ -212,6 +212,7 @@ class Links(NamedTuple):
     all: Collectives  # all ranks, for what they agree on
     shards: Collectives  # those that share the shards with this one: the same ones where there are no replicas
     nearby: Collectives | None = None  # those that hold a second copy of the weights with this one
+    across: Collectives | None = None  # those with this one's place in other groups, see `RankMesh.groups`
 
 
 class Connection:
@@ -223,7 +224,7 @@ class Connection:
     def __init__(self, mesh: RankMesh, watch: Watchdog | None, rank_timeout_s: float, device: torch.device) -> None:
         """watch: what waits for collectives. None on one rank, which needs no group."""
         self.works: set[dist.Work] = set()  # launched collectives that this rank does not know to be over
-        self._parent, self._rows, self._nearby = mesh.group, mesh.rows, mesh.nearby
+        self._parent, self._rows, self._nearby, self._across = mesh.group, mesh.rows, mesh.nearby, mesh.across
         self._watch = watch
         # Longer than the watchdog's, so that the watchdog is first to report a lost rank, with its place in the step.
         self._timeout = timedelta(seconds=rank_timeout_s + 60)
@@ -250,6 +251,12 @@ class Connection:
         self._own, self.works = [], set()
         everyone = self._connected(self._watch.name)
         self._watch.begin_group(self.works)
+        if self._across:
+            _refuse_other_rows(everyone.all_gather_bytes(repr(self._nearby).encode()))
+            places = next(ranks for ranks in self._across if dist.get_rank() in ranks)
+            across = self._connected(f"{self._watch.name}/across groups of {places[0]}", places, None, everyone)
+            ordered = self._connected(f"{self._watch.name}/in the order of places", self._rows[0], None, everyone)
+            return Links(everyone, ordered, self._with_copy(everyone), across)
         if len(self._rows) == 1:
             return Links(everyone, everyone, self._with_copy(everyone))
         # Ranks with other rows would look for one another under other names, until the timeout.
@@ -310,8 +317,9 @@ def _abort(links: Links) -> None:
         links.shards.abort()
         if links.shards.replicas is not None:
             links.shards.replicas.abort()
-    if links.nearby is not None:
-        links.nearby.abort()
+    for others in (links.nearby, links.across):
+        if others is not None:
+            others.abort()
 
 
 def _refuse_other_rows(of_ranks: Sequence[bytes]) -> None:

@@ -30,14 +30,19 @@ class RankMesh:
         parts: global ranks, with this one, that have the same data and other parts of the model's tensors (tensor
             parallelism). None of them is in `rows` but this one. Empty: there are no parts.
         stages: likewise, with those that have other layers (pipeline parallelism). Empty: those of `parts`.
+        exchanges: groups in which the model itself, and not gemini, has collectives with the ranks of `parts`.
         secondary: so many consecutive ranks of a row hold a second copy of the weights. None: there is none.
+        groups: the parts of the only row that share weights and gradients, where all ranks share optimizer states. The
+            row is in the order of places in the groups, so that a group's part of a chunk is that of consecutive ranks.
     """
 
     group: dist.ProcessGroup | None
     rows: Rows
     parts: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
+    exchanges: tuple[dist.ProcessGroup, ...] = ()
     secondary: int | None = None
+    groups: Rows = ()
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> RankMesh:
@@ -65,6 +70,10 @@ class RankMesh:
         plain = replace(self, rows=RankMesh.of(self.group).rows, secondary=settings.secondary_group_size)
         if settings.shard_group_size is None:
             return plain, settings
+        if settings.num_in_group is not None:
+            groups = self.rows if len(self.rows) > 1 else _cut(plain.rows, size)
+            order = tuple(rank for column in zip(*groups, strict=True) for rank in column)
+            return replace(plain, rows=(order,), groups=groups, secondary=None), settings
         if len(self.rows) > 1:
             return replace(self, secondary=settings.secondary_group_size), settings
         return replace(plain, rows=_cut(plain.rows, size)), settings
@@ -72,7 +81,14 @@ class RankMesh:
     @property
     def nearby(self) -> Rows:
         """The groups of ranks that hold a second copy of the weights: parts of the rows. None, if there is none."""
+        if self.groups:
+            return self.groups
         return () if self.secondary is None else _cut(self.rows, self.secondary)
+
+    @property
+    def across(self) -> Rows:
+        """The ranks with one place in all groups, for each place. None, if optimizer states are over no more ranks."""
+        return tuple(zip(*self.groups, strict=True))
 
 
 def _cut(rows: Rows, size: int) -> Rows:
@@ -146,7 +162,10 @@ def _by_name(device_mesh: Any, names: tuple[str, ...]) -> RankMesh:
         found: list[int] = device_mesh.mesh[place].flatten().tolist()
         return tuple(found) if len(found) > 1 else ()
 
-    return replace(data, parts=along(TENSOR), stages=along(STAGE, TENSOR) if STAGE in names else ())
+    exchanges = (device_mesh.get_group(TENSOR),) if TENSOR in names else ()
+    return replace(
+        data, parts=along(TENSOR), stages=along(STAGE, TENSOR) if STAGE in names else (), exchanges=exchanges
+    )
 
 
 def _names_in_words() -> str:

@@ -63,7 +63,7 @@ class TensorPart:
             if self.layout is not None and self.layout.is_of(divided):
                 local: Tensor = divided.to_local()
                 return local
-            whole = divided.full_tensor()
+            whole = gathered(divided)
         if not self.is_cut or self.layout is None:
             return whole
         sizes = self.layout.local_shape
@@ -100,6 +100,15 @@ def is_dtensor(tensor: object) -> bool:
     return dtensors is not None and isinstance(tensor, dtensors.DTensor)
 
 
+def gathered(divided: Any) -> Tensor:
+    """The whole of a `DTensor`, on the device of its mesh. Collective over that."""
+    # Rows of a state dict may be in host memory, where a mesh of GPUs gathers nothing.
+    if divided.device.type != divided.device_mesh.device_type:
+        divided = divided.to(divided.device_mesh.device_type)
+    whole: Tensor = divided.full_tensor()
+    return whole
+
+
 _LOCAL = "_gemini_local"  # of a `DTensor` that has given way to a parameter over its local tensor: that one
 
 
@@ -129,8 +138,7 @@ def _wait(work: dist.Work) -> None:
 class PartsGroup:
     """The ranks that hold the other parts for this rank's data. Collective to make, among them.
 
-    It has few uses: a step's norm, and what is whole, such as a checkpoint. After a failure it is not made again: the
-    ranks may be at different collectives of the user's own, inside of the model, which nobody can take back.
+    It has few uses: a step's norm, and what is whole, such as a checkpoint.
     """
 
     def __init__(
@@ -140,14 +148,27 @@ class PartsGroup:
         timeout_s: float,
         device: torch.device,
     ) -> None:
+        # Longer than a watchdog's, which says more of who is missing.
+        self._ranks, self._timeout = ranks, timedelta(seconds=timeout_s + 60)
+        self._wait, self._device = wait or _wait, device
+        self._open()
+
+    def _open(self) -> None:
         parent = dist.group.WORLD
         assert parent is not None
+        ranks = self._ranks
         # AllRanks make their models in one order, so that the count tells apart the groups of the same ranks.
         name = f"gemini/parts/{_num_groups[ranks]}/{'-'.join(map(str, ranks))}"
         _num_groups[ranks] += 1
-        # Longer than a watchdog's, which says more of who is missing.
-        self._own = OwnGroup(parent, name, timedelta(seconds=timeout_s + 60), ranks)
-        self.collectives = Collectives(self._own.group, wait or _wait, device)
+        self._own = OwnGroup(parent, name, self._timeout, ranks)
+        self.collectives = Collectives(self._own.group, self._wait, self._device)
+
+    def replace(self) -> None:
+        """Go on in another group of the same ranks, after a failure that all of them caught. Collective."""
+        self.collectives.abort()
+        before = self._own
+        self._open()
+        before.abort()
 
     @property
     def index(self) -> int:

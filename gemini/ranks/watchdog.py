@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore
 from gemini.errors import DivergenceError, GeminiError, RankLostError, RemoteRankError, torn
 from gemini.log import get_dist_logger
 from gemini.ranks import exit_report
+from gemini.ranks.store_link import give_up_after
 
 # -- Finds ranks of this host whose processes are gone without a word: killed, or crashed.
 #
@@ -230,6 +231,7 @@ STARTED_ALONE = (
     "ShardedModel(...) under `if rank == 0`. Raise rank_timeout= if a rank may be that slow"
 )
 _num_watches: Counter[tuple[int, ...]] = Counter()  # by the global ranks that take part
+_num_boards: Counter[str] = Counter()  # of watches that were widened, likewise
 
 
 class Watchdog:
@@ -256,7 +258,11 @@ class Watchdog:
         self._prefix = f"gemini/watch/{_num_watches[together]}/{'-'.join(map(str, together))}"
         _num_watches[together] += 1
         self._messages = Messages(self._prefix, self.rank, self.world_size)
+        # Failures concern all ranks of a model, which may be more than meet in one group: see `widen`.
+        self._board = self._messages
+        self._all = list(enumerate(self._ranks))  # (rank on the board, global rank)
         exit_report.publish_exit()
+        give_up_after(exit_report.default_store(), rank_timeout_s)
         announce_process(exit_report.default_store(), dist.get_rank())
         exit_report.watches.add(self)
 
@@ -265,12 +271,29 @@ class Watchdog:
         """A name for this generation's process group, equal on all its ranks and used by no other watch."""
         return f"{self._prefix}/{self._messages.generation}/group"
 
+    def widen(self, ranks: Sequence[int]) -> None:
+        """Ranks with other parts of the model hear of failures here, and this one of theirs. Collective over all.
+
+        ranks: all global ones, with those of this watch. They are known by their global numbers from here on.
+        """
+        self._all = [(rank, rank) for rank in ranks]
+        prefix = f"gemini/watch of parts/{'-'.join(map(str, ranks))}"
+        self._board = Messages(f"{prefix}/{_num_boards[prefix]}", dist.get_rank(), len(ranks))
+        _num_boards[prefix] += 1
+
+    def narrow(self) -> None:
+        """The ranks of this watch go on by themselves: those with other parts are elsewhere. Local."""
+        self._board, self._all = self._messages, list(enumerate(self._ranks))
+
     def begin_group(self, open_works: set[dist.Work]) -> None:
         """Collectives are those of another group from now on. open_works: takes those that this rank gives up on."""
         self._open_works = open_works
 
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a collective. Raises RemoteRankError, DivergenceError or RankLostError."""
+    def wait(self, work: dist.Work, is_beside: bool = False) -> None:
+        """Wait for a collective. Raises RemoteRankError, DivergenceError or RankLostError.
+
+        is_beside: it is with ranks of other parts, and none of those that are numbered: places say nothing about it.
+        """
         started = time.monotonic()
         published = False
         seen: dict[int, tuple[str, str]] = {}
@@ -279,6 +302,9 @@ class Watchdog:
             while not self._done(work, POLL_S):
                 self._raise_remote(work)
                 now = time.monotonic()
+                if is_beside:
+                    self._raise_if_lost(now - started)
+                    continue
                 places = self._messages.places()
                 # Answer as soon as another rank has published its place: it waits for this rank's to compare.
                 if now - started > DIVERGED_AFTER_S or places:
@@ -336,7 +362,7 @@ class Watchdog:
         if self.failed:
             return "a rank has failed"
         try:
-            failure = self._messages.failure()
+            failure = self._board.failure()
             ended = None if failure else self._ended()
         except RuntimeError:
             return "the rank that holds the store is gone"
@@ -347,14 +373,14 @@ class Watchdog:
     def tell(self, topic: str, words: str) -> None:
         """Tell whoever waits for `topic` that this rank fails in it. Local, from any thread; training goes on."""
         try:
-            self._messages.tell(topic, words)
+            self._board.tell(topic, words)
         except RuntimeError:  # the rank that holds the store is gone
             return
 
     def told(self, topic: str) -> str | None:
         """What a rank has told about `topic`, with its number. Local, from any thread."""
         try:
-            return self._messages.told(topic)
+            return self._board.told(topic)
         except RuntimeError:
             return "the rank that holds the store is gone"
 
@@ -364,7 +390,7 @@ class Watchdog:
         if isinstance(error, RemoteRankError):
             return
         try:
-            self._messages.publish_failure(exit_report.words_of(error))
+            self._board.publish_failure(exit_report.words_of(error))
         # The rank that holds the store is gone, so nobody could read the message.
         except RuntimeError:
             return
@@ -372,13 +398,15 @@ class Watchdog:
     def tear(self, error: BaseException) -> None:
         """Record that this rank failed in the middle of an update: no later generation can start from these weights."""
         try:
-            self._messages.tear(exit_report.words_of(error))
+            self._board.tear(exit_report.words_of(error))
         except RuntimeError:  # the rank that holds the store is gone
             return
 
     def next_generation(self) -> None:
         """Begin another generation, after a failure that every rank caught: its keys are new."""
         self._messages.begin_generation()
+        if self._board is not self._messages:
+            self._board.begin_generation()
 
     def join(self) -> None:
         """Wait until all ranks have come to the start of this generation. Collective.
@@ -387,10 +415,10 @@ class Watchdog:
         """
         self._raise_torn()
         started = last_look = time.monotonic()
-        count = self._messages.join()
+        count, num_ranks = self._board.join(), len(self._all)
         # Ranks that come together do not wait for long; a rank that waits longer asks the store less often.
         pause_s = _MEET_POLL_S
-        while count < self.world_size:
+        while count < num_ranks:
             now = time.monotonic()
             waited_s = now - started
             if waited_s > self.rank_timeout_s:
@@ -402,23 +430,50 @@ class Watchdog:
                     self._warn_once(f"{self._waits_to_start(waited_s, count)} yet. {STARTED_ALONE}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _JOIN_POLL_S)
-            count = self._messages.num_joined()
+            count = self._board.num_joined()
         # Another rank may have published a torn update while this one waited.
         self._raise_torn()
 
     def let_others_hear(self, deadline: float) -> None:
         """Wait until every rank knows of the failure, before this process ends: it may hold the store."""
-        while self._messages.knows_failure and time.monotonic() < deadline:
+        while self._board.knows_failure and time.monotonic() < deadline:
             # A rank whose process has ended will never say that it has heard.
-            if all(
-                self._messages.has_heard(rank) or exit_report.of(global_rank) is not None
-                for rank, global_rank in enumerate(self._ranks)
-            ):
+            if all(exit_report.of(self._global(rank)) is not None for rank in self._unheard()):
                 return
             time.sleep(_JOIN_POLL_S)
 
+    def wait_until_heard(self, seconds: float) -> list[int]:
+        """Wait until every rank knows of the failure. Returns those that do not after that time. Local."""
+        self._board.note_heard()
+        deadline = time.monotonic() + seconds
+        while unheard := self._unheard():
+            if time.monotonic() > deadline:
+                return unheard
+            time.sleep(_JOIN_POLL_S)
+        return []
+
+    def failure_in_words(self) -> str:
+        """Which rank has failed, and how; "" if none has said so. Local."""
+        failure = self._board.failure()
+        return "" if failure is None else f"rank {failure[0]}: {failure[1]}"
+
+    def _unheard(self) -> list[int]:
+        return [rank for rank, _ in self._all if not self._board.has_heard(rank)]
+
+    def _global(self, rank: int) -> int:
+        return dict(self._all)[rank]
+
+    def raise_cause(self, error: BaseException) -> NoReturn:
+        """Raise what has ended a collective that is none of this watch's: another rank's failure, or RankLostError."""
+        self.failed = True
+        deadline = time.monotonic() + exit_report.LAST_WORDS_S
+        while time.monotonic() < deadline:
+            self._raise_remote(None)
+            time.sleep(_JOIN_POLL_S)
+        raise RankLostError(f"rank {self.rank} lost the connection to a rank with another part: {error}") from error
+
     def _raise_torn(self) -> None:
-        words = self._messages.torn()
+        words = self._board.torn()
         if words is not None:
             self.failed = True
             raise torn(words)
@@ -443,18 +498,18 @@ class Watchdog:
     def _raise_remote(self, work: dist.Work | None) -> None:
         """Raises the error that another rank published, or that its process has ended."""
         try:
-            failure = self._messages.failure()
+            failure = self._board.failure()
             ended = None if failure else self._ended()
             if not (failure or ended):
                 return
-            self._messages.note_heard()
+            self._board.note_heard()
         except RuntimeError as lost:
             self.failed = True
             raise RankLostError(f"rank {self.rank}: the rank that holds the store is gone ({lost})") from None
         if failure:
             rank, message = failure
             # This rank's own message counts only if it waits for a collective again: the others will not come.
-            if rank != self.rank or work is not None:
+            if self._global(rank) != dist.get_rank() or work is not None:
                 self.failed = True
                 if message.startswith(_DIVERGED):
                     raise DivergenceError(message.removeprefix(_DIVERGED))
@@ -465,8 +520,8 @@ class Watchdog:
     def _ended(self) -> tuple[int, str | None] | None:
         """(rank, reason) of a rank whose process has ended. The reason is None if it had no time to publish one."""
         store, some_spoke = exit_report.default_store(), exit_report.any_ended()
-        for rank, global_rank in enumerate(self._ranks):
-            if rank == self.rank:
+        for rank, global_rank in self._all:
+            if global_rank == dist.get_rank():
                 continue
             is_gone = process_is_gone(store, global_rank)
             # A process may publish its reason right before it is gone, so this is read after `is_gone`.
@@ -505,10 +560,10 @@ class Watchdog:
 
     def _waits_to_start(self, waited_s: float, count: int) -> str:
         # No rank says who has come to the start, only how many have.
-        missing = self.world_size - count
+        missing = len(self._all) - count
         return (
             f"rank {self.rank} waited {waited_s:.0f} s for the others to start together, and {missing} of "
-            f"{self.world_size} ranks did not come"
+            f"{len(self._all)} ranks did not come"
         )
 
     def _raise_if_lost(self, waited_s: float) -> None:

@@ -284,6 +284,7 @@ class Binding:
         self.released_class = released_class
         self.plain_chunks: list[Chunk] = []
         self.edited: dict[int, set[int]] = {}  # chunk -> positions of edited parameters
+        self._overwritten: set[int] = set()  # chunks for `pop_overwritten`
         self.versions: dict[int, list[int]] = {}  # chunk -> its parameters' versions at the last write-back
         self.snapshots = Snapshots(memory.host)
         self._warned_of: set[int] = set()  # parameters by index: membership only
@@ -498,6 +499,17 @@ class Binding:
                 for position in sorted(positions):
                     self.write_parameter(chunk.parameters[position], chunk.region())
 
+    def pop_overwritten(self) -> list[Chunk]:
+        """The chunks whose payload a user has written to, and which would arrive with other values. In order. Local.
+
+        What is written near others of its block changes how all of these are rounded on their way.
+        """
+        if not self._overwritten:
+            return []
+        found = [chunk for chunk in self.chunks if chunk.index in self._overwritten]
+        self._overwritten.clear()
+        return found
+
     def edited_in(self, chunk: Chunk) -> list[ManagedParameter]:
         """The chunk's parameters that were written to since the last write-back. Local."""
         return [] if chunk.payload is None else [each for each in chunk.parameters if self.is_edited(each)]
@@ -603,6 +615,8 @@ class Binding:
                     follow_edits(chunk, piece.shard_start, payload.flat[piece.in_payload], was)
         if chunk.secondary_layout is not None:
             set_secondary(managed, payload.flat[managed.in_payload])
+        if not chunk.arrives_exactly:
+            self._overwritten.add(chunk.index)
         if has_split_master(chunk):
             self.snapshots.refresh(managed)
             if before is None:

@@ -19,7 +19,7 @@ from gemini.memory.slot import KeptSlot, Slot
 from gemini.memory.tier import MemoryTier
 from gemini.memory.transfer import Region, wait_on_host, wait_on_stream
 from gemini.placement.demand import Kind, Tier
-from gemini.ranks.parts import TensorPart
+from gemini.ranks.parts import TensorPart, gathered, is_dtensor
 from optim import is_dense
 from sharding import Piece, ShardLayout
 
@@ -43,6 +43,7 @@ class LocalFacts:
     gradient_dtype: Final[torch.dtype]  # of the reduced gradient at rest
     sum_dtype: Final[torch.dtype]  # of sums of several unreduced gradients between ranks
     secondary_layout: Final[ShardLayout | None] = None  # of the second copy in the node, behind the parameter home
+    in_groups: Final[bool] = False  # gradients are shared in groups of ranks, and optimizer states by all
     replica: Final[int] = 0  # which of the replicas of its shard this rank holds: the first speaks for all
     exchange_bytes: Final[int] = 0  # of scratch, with which ranks exchange its gradient at once
     widens: Final[bool] = False  # the reduced gradient becomes fp32 when a second micro-batch is added
@@ -74,7 +75,19 @@ class LocalFacts:
     def secondary_rank(self) -> int:
         """Which of the shards of the second copy in its node this rank holds."""
         assert self.secondary_layout is not None
+        if self.in_groups:  # ranks are counted by their places in the groups
+            return self.rank // self.num_groups
         return self.rank % self.secondary_layout.world_size
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of ranks that share gradients."""
+        return self.layout.world_size // self.grad_layout.world_size
+
+    @property
+    def rest_numel(self) -> int:
+        """Elements of the reduced gradient at rest, while backwards add to it."""
+        return self.grad_layout.shard_numel if self.in_groups else self.optim_numel
 
     @property
     def arrives_exactly(self) -> bool:
@@ -403,6 +416,12 @@ class ManagedParameter(ParamPlace):
     def whole_shape(self) -> torch.Size:
         """The shape of the whole parameter, of which tensor parallelism may leave a part here."""
         return self.shape if self.part is None else self.part.shape
+
+    def own(self, whole: Tensor) -> Tensor:
+        """What the ranks of the data hold of a whole, together. Of a `DTensor`: collective over its ranks."""
+        if self.part is not None:
+            return self.part.of(whole)
+        return gathered(whole) if is_dtensor(whole) else whole
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -21,6 +21,7 @@ from gemini.runtime.chunk import Chunk, ParamState
 from gemini.runtime.gradient import ChunkGradient
 from gemini.runtime.params import ParamStore
 from optim import round_master_
+from sharding import Piece, ShardLayout, Unit
 
 
 class GradPlaces(PlaceRules):
@@ -289,6 +290,19 @@ class GradPlaces(PlaceRules):
         self.transfer.copy(gradient.reduced(), content)
         wait_on_host(content)  # which is temporary
 
+    def begin_group_sum(self, chunk: int) -> None:
+        """Have the chunk's group of ranks add to a gradient of which each rank has its own part by now. Local.
+
+        The sum of the group gets this rank's part as many times as there are groups, and zeros for the other parts: so
+        the mean over the groups has it once.
+        """
+        gradient = self.gradients[chunk]
+        its, own = gradient.chunk, ready(gradient.reduced()).clone()
+        whole = ready(gradient.sum_of_group()).zero_()
+        for piece in part_in_group(its):
+            whole[piece.in_payload].copy_(own[piece.in_shard])
+        whole.mul_(its.num_groups)
+
     def move_out(self, chunk: int) -> None:
         """See `PlaceRules`."""
         if self._params.in_step and self._params.next_use.kind is PassKind.TRAINING and not self._has_warned:
@@ -310,11 +324,11 @@ class GradPlaces(PlaceRules):
             gradient.take_home(self._allocate(gradient, gradient.chunk.gradient_dtype))
 
     def _allocate(self, gradient: ChunkGradient, dtype: torch.dtype) -> Region:
-        """(optim_numel,) on the tier where the gradient rests, or on the host if that tier is full.
+        """(rest_numel,) on the tier where the gradient rests, or on the host if that tier is full.
 
         Gradients are never on the disk: beside parameters that rest there they take the host.
         """
-        numel = gradient.chunk.optim_numel
+        numel = gradient.chunk.rest_numel
         try:
             return self.memory.allocate(update_tier(gradient.resting.tier), numel, dtype, Kind.GRAD)
         except BudgetError as refused:
@@ -326,7 +340,8 @@ class GradPlaces(PlaceRules):
     def _move_to_wide(self, chunk: int) -> None:
         gradient = self.gradients[chunk]
         # `shard` is undefined from here on.
-        self.transfer.copy(gradient.reduced(), gradient.shard)
+        reduced = gradient.reduced()
+        self.transfer.copy(reduced, gradient.shard[: reduced.numel])
 
     def _copy_out(self, chunk: int) -> None:
         gradient = self.gradients[chunk]
@@ -391,6 +406,19 @@ class GradPlaces(PlaceRules):
             lender.become(ParamState.GATHERED)
         else:
             lender.become(ParamState.RESIDENT if chunk in self._resident else ParamState.RELEASED)
+
+
+def part_in_group(chunk: Chunk, group: int | None = None) -> tuple[Piece, ...]:
+    """What the rank of this place in a group uses of what the group shares: `payload_start` counts in the latter.
+
+    group: None: this rank's own.
+    """
+    count = chunk.num_groups
+    units = tuple(
+        Unit(unit.start * count // chunk.layout.world_size, unit.numel * count // chunk.layout.world_size)
+        for unit in chunk.layout.units
+    )
+    return ShardLayout(units, count).slices(chunk.rank % count if group is None else group)
 
 
 def _zero_unwritten(gradient: ChunkGradient, are_left: bool = False) -> None:

@@ -14,7 +14,8 @@ from gemini.memory.slot import Slot
 from gemini.memory.transfer import Region, ready
 from gemini.placement.demand import Kind, Tier
 from gemini.placement.gradient import Gradient, ReducedState, SumRule
-from gemini.runtime.chunk import Chunk
+from gemini.placement.packing import has_later_replicas
+from gemini.runtime.chunk import Chunk, ManagedParameter
 
 # -- torch's own `.grad`, where autograd accumulates, past the class of wrapped parameters, which shows another one.
 
@@ -36,15 +37,15 @@ def set_grads(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> N
 def numel_without_sums(chunk: Chunk, keeps_whole: bool) -> int:
     """Elements of a GRAD home before the part for fp32 sums of micro-batches, which a plan may append."""
     if not keeps_whole or chunk.is_stepped_whole:
-        return chunk.optim_numel
+        return chunk.rest_numel
     # With several units the shard lies behind the payload, see `shard_of`.
     return chunk.numel + (chunk.optim_numel if len(chunk.layout.units) > 1 else 0)
 
 
 def shard_of(home: Region, chunk: Chunk, keeps_whole: bool) -> Region:
-    """(optim_numel,) the part of the GRAD home that holds what this rank updates."""
+    """(optim_numel,) the part of the GRAD home that holds what this rank updates; in groups (rest_numel,)."""
     if not keeps_whole or chunk.is_stepped_whole:
-        return home[: chunk.optim_numel]
+        return home[: chunk.rest_numel]
     # This rank's slices of several units are not contiguous in the payload: their shard lies behind it.
     if len(chunk.layout.units) > 1:
         return home[chunk.numel : chunk.numel + chunk.optim_numel]
@@ -132,7 +133,14 @@ class ChunkGradient(Gradient):
         world_size, rests_as_is = chunk.layout.world_size, chunk.gradient_dtype is chunk.dtype
         sums = SumRule.of(world_size, chunk.dtype.itemsize, rests_as_is=rests_as_is, widens=chunk.widens)
         super().__init__(
-            chunk.index, chunk.oversize, sums, _trained(chunk), is_alone=world_size == 1, is_chosen=chunk.is_chosen
+            chunk.index,
+            chunk.oversize,
+            sums,
+            _trained(chunk),
+            is_alone=world_size == 1,
+            is_chosen=chunk.is_chosen,
+            has_replicas=has_later_replicas(chunk.grad_layout, chunk.optim_layout),
+            in_groups=chunk.in_groups,
         )
         self.chunk: Final = chunk
         self.gaps: Final = gaps_of(chunk)  # (start, end) of each padding, in payload elements
@@ -216,11 +224,30 @@ class ChunkGradient(Gradient):
         return self.chunk.lendable() if self.own_shard is None else self.own_shard
 
     def reduced(self) -> Region:
-        """(optim_numel,) the gradient of this step, `chunk.gradient_dtype` or fp32."""
+        """(optim_numel,) the gradient of this step, `chunk.gradient_dtype` or fp32.
+
+        In groups of ranks that have not exchanged it so far, it is (rest_numel,): the sum of this group.
+        """
+        if self.in_groups:
+            return self.sum_of_group() if self.awaits_replicas else self.sum_of_group()[: self.chunk.optim_numel]
         if self.reduced_state is ReducedState.WIDE:
             assert self.wide is not None
             return self.wide
         return self.shard if self.own_shard is None else self.own_shard
+
+    def parts_of(self, managed: ManagedParameter, reduced: Tensor) -> list[Tensor]:
+        """Views of the parameter's elements in `reduced()`, whose content is given."""
+        if not (self.in_groups and self.awaits_replicas):
+            return managed.own_parts(reduced)
+        chunk = self.chunk
+        pieces = chunk.grad_layout.pieces(chunk.rank // chunk.num_groups, managed.offset, managed.numel)
+        return [reduced[piece.in_shard] for piece in pieces]
+
+    def sum_of_group(self) -> Region:
+        """(rest_numel,) the memory in which a group of ranks adds up what each of its ranks then uses a part of."""
+        region = self.wide if self.reduced_state is ReducedState.WIDE else self.shard
+        assert region is not None
+        return region
 
     def expect_all(self) -> None:
         """Count the payload as complete once every parameter has a gradient. Call it again after flags changed."""

@@ -116,7 +116,7 @@ class Leftovers:
         reduced, zero = ready(gradient.reduced()), 0.0 if gradient.attached is None else BLANK
         # Every rank calls this, and sets the parts that it holds.
         for managed in some:
-            for part in managed.own_parts(reduced):
+            for part in gradient.parts_of(managed, reduced):
                 part.fill_(zero)
 
     def write_zeros(self, backward: int) -> None:
@@ -154,7 +154,9 @@ class Leftovers:
                     reduced.mul_(factor)
                 else:
                     pairs = zip(chunk.parameters, excepted, strict=True)
-                    for part in (part for managed, stays in pairs if not stays for part in managed.own_parts(reduced)):
+                    for part in (
+                        part for managed, stays in pairs if not stays for part in gradient.parts_of(managed, reduced)
+                    ):
                         part.mul_(factor)
                 gradient.count_write()
 
@@ -205,12 +207,13 @@ class GradStore:
         training: TrainingState,
         *,
         is_alone: bool,
+        has_several: bool = False,
     ) -> None:
-        """is_alone: one rank, whose gradients are all there are."""
+        """is_alone: one rank, whose gradients are all there are. has_several: see `GradientBooks`."""
         self.places = places
         self.training = training
         self.scratch = scratch
-        self.books = GradientBooks(places.gradients, is_alone=is_alone)
+        self.books = GradientBooks(places.gradients, is_alone=is_alone, has_several=has_several)
         self.arrivals = Arrivals(places)
         self.leftovers = Leftovers(places)
         self.num_backwards = 0  # since the last step

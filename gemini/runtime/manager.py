@@ -6,7 +6,8 @@ nothing below knows the manager. See "The objects of a wrapped model" in docs/ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -25,6 +26,7 @@ from gemini.placement.payload_rules import PayloadRules
 from gemini.placement.plan import Plan
 from gemini.placement.policy import placement_in_words
 from gemini.ranks.communicator import Communicator
+from gemini.ranks.row_shards import RowShards
 from gemini.runtime.binding import Binding
 from gemini.runtime.chunk import Chunk, ManagedParameter
 from gemini.runtime.grad_places import GradPlaces
@@ -79,6 +81,7 @@ class ChunkManager:
         step: what happens to chunks in a forward, a backward and an update, in written order.
         background: a checkpoint that is written while training goes on.
         optimizer: the model's optimizer, as far as chunks need it. None before there is one.
+        row_shards: cuts tensors of state dicts into rows of each rank, inside `sharding_rows()`. None: they are whole.
 
     Raises nothing of its own: slots and scratch take their memory at the first use.
 
@@ -109,6 +112,8 @@ class ChunkManager:
         self.micro_batches = MicroBatches(demand.micro_batches)
         self.optimizer: OptimizerPart | None = None
         self.background = Background()
+        self.row_shards: RowShards | None = None
+        self._made_row_shards: RowShards | None = None
         binding = Binding(self.chunks, memory, released_class)
         depth = plan.settings.prefetch_depth(plan.world_size)
         rules = PayloadRules(self.chunks, communicator.position.events, depth)
@@ -125,7 +130,8 @@ class ChunkManager:
         scratch = Scratch(memory.device, demand.scratch_bytes)
         self.training = TrainingState(self.chunks, memory, places)
         self.training.follow(demand, placement, plan.infers)
-        self.grads = GradStore(places, scratch, self.training, is_alone=is_alone)
+        has_several = (plan.settings.gradient_accumulation_steps or 1) > 1
+        self.grads = GradStore(places, scratch, self.training, is_alone=is_alone, has_several=has_several)
         self.recorder = Recorder(device, memory.device.ledger, communicator.position)
         self.step = Step(self.chunks, self.params, self.grads, communicator, self.recorder, stage)
 
@@ -189,6 +195,22 @@ class ChunkManager:
         self.training.follow(plan.demand, plan.placement, plan.infers)
         self.memory.allow(plan.budget)
         self.plan = plan
+
+    @contextmanager
+    def sharding_rows(self) -> Iterator[None]:
+        """Inside, state dicts have `DTensor`s of each rank's rows. Collective to enter the first time.
+
+        Raises nothing of its own.
+        """
+        communicator = self.communicator
+        if self._made_row_shards is None:
+            group, device = communicator.users_group, communicator.device
+            self._made_row_shards = RowShards(group, communicator.parts, device.type)
+        before, self.row_shards = self.row_shards, self._made_row_shards
+        try:
+            yield
+        finally:
+            self.row_shards = before
 
     @property
     def is_in_use(self) -> bool:

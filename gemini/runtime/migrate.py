@@ -10,9 +10,9 @@ own business; it is told through a `StateStore`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gemini.errors import BudgetError
 from gemini.memory.slot import KeptSlot
@@ -59,8 +59,8 @@ class StateStore(Protocol):
     def host_bytes(self, chunk: Chunk, home: StateHome) -> int:
         """Host bytes of the chunk's state if it is planned at `home`."""
 
-    def layout_of(self, chunk: Chunk) -> StateLayout | None:
-        """How the flat states of the chunk are stored; None: as numbers of their dtype."""
+    def layout_of(self, chunk: Chunk, name: str) -> StateLayout | None:
+        """How a flat state of the chunk is stored; None: as numbers of its dtype."""
 
     def state_counts(self, chunks: Iterable[Chunk]) -> list[float]:
         """How many states per element each chunk has or needs. Equal on all ranks."""
@@ -70,6 +70,9 @@ class StateStore(Protocol):
 
     def names_of(self, managed: ManagedParameter) -> tuple[str, ...]:
         """The names of a parameter's states; empty if they have no memory."""
+
+    def scalars_of(self, managed: ManagedParameter) -> Mapping[str, Any] | None:
+        """What is kept of a parameter beside these, in other shapes than its own; None before its first step."""
 
     def note_write(self, managed: ManagedParameter, name: str) -> None:
         """A user has set a state of a parameter: copies that were read before are stale."""

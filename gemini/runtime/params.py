@@ -16,6 +16,7 @@ from gemini.memory.slot import KeptSlot, SharedStorage, Slot, SlotPool, wait_unt
 from gemini.memory.transfer import Region, wait_on_stream
 from gemini.observe import Observer, OpenMove
 from gemini.placement.demand import Kind, Tier
+from gemini.placement.needs import across_layout
 from gemini.placement.payload_rules import PayloadRules
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.binding import Binding
@@ -329,7 +330,10 @@ class ParamStore:
         assert layout is not None
         numel = chunk.home_layout.shard_numel
         own = chunk.layout.slices(chunk.rank)
-        finish = self._start_from(home[:numel], payload, chunk.fetch_layout, own, chunk.index, lane)
+        if chunk.in_groups:
+            finish = self._start_across(chunk, layout, payload, lane)
+        else:
+            finish = self._start_from(home[:numel], payload, chunk.fetch_layout, own, chunk.index, lane)
 
         def keep() -> None:
             finish()
@@ -337,6 +341,22 @@ class ParamStore:
                 self.memory.transfer.copy(home[numel:][piece.in_shard], payload[piece.in_payload])
 
         return keep
+
+    def _start_across(self, chunk: Chunk, layout: ShardLayout, payload: Region, lane: int) -> Callable[[], None]:
+        """Fill the payload where all ranks share the weights' homes, in groups. Collective.
+
+        Each rank gets the part of its group's shard that the others with its place have, and then the group's shards.
+        So each element comes over the slower link once for each place, and not once for each rank.
+        """
+        home = chunk.homes[Kind.PARAM]
+        for piece in chunk.layout.slices(chunk.rank):
+            self.memory.transfer.copy(payload[piece.in_payload], home[piece.in_shard])
+        wait_on_stream(payload)
+        for piece in layout.slices(chunk.secondary_rank):
+            if piece.numel:
+                part = payload.flat[piece.in_payload]
+                self.communicator.gather_across(part, across_layout(piece.numel, chunk.num_groups), chunk.index)
+        return self.communicator.start_all_gather(payload.flat, None, layout, chunk.index, lane)
 
     def _start_nearby(self, chunk: Chunk, payload: Region, lane: int) -> Callable[[], None]:
         """Fill the payload from the second copy. Collective over the node."""

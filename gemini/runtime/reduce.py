@@ -28,7 +28,8 @@ from gemini.runtime.gradient import ChunkGradient, grad_of, set_grads
 from gemini.runtime.grads import GradStore
 from gemini.runtime.params import ParamStore
 from gemini.runtime.recovery import Failures
-from gemini.runtime.tiles import fill_from, keep_unsynced, reduce_in_tiles, reduce_unsynced
+from gemini.runtime.tiles import fill_from, join_replicas, keep_unsynced, mean_across, reduce_in_tiles, reduce_unsynced
+from sharding import ShardLayout
 
 # -- Agrees on which gradients are complete on every rank, while a backward is recorded.
 #
@@ -90,9 +91,10 @@ class Completion:
     def _news(self) -> array[int]:
         """Words of each chunk that became complete or incomplete: two times its index, plus 1 if it is complete."""
         gradients, changed = self._books.of, self._books.changed
-        # What was told may have been discarded since.
+        # What was told stays so until the chunk is reduced, or noted in `changed`: ranks with other news ask at every
+        # touch, and a look at all that was told would cost the square of the number of chunks.
         if self.has_asked:
-            suspects = sorted({*changed, *self._told})
+            suspects = sorted(changed)
         # First question of this backward: earlier touches may have followed the schedule without asking, and an
         # interrupted backward may have left gradients.
         else:
@@ -329,13 +331,34 @@ class Reductions(GradientRules):
                 gradient.become_unsynced(UnsyncedState.ELSEWHERE)
 
     def catch_up(self) -> None:
-        """Do what was put off, before gradients are read or used. Collective if backwards ran under no_sync()."""
+        """Do what was put off, before gradients are read or used. Collective.
+
+        Only where backwards ran under no_sync(), or replicas have added up by themselves, ranks exchange something.
+        """
+        self.catch_up_flags()
+        self.join_replicas()
+
+    def catch_up_flags(self) -> None:
+        """Do what was put off and decides who has a gradient. Collective if backwards ran under no_sync()."""
         # Reductions come first: zeros are then written only for chunks without a gradient, by flags on which ranks have
         # agreed.
         if self._books.awaits_reduction:
             with untracked():
                 self._reduce_open("unsynced gradients", self._grads.num_backwards)
         self._grads.write_zeros()
+
+    def join_replicas(self) -> None:
+        """Have replicas take the mean of what they have added up by themselves, before gradients are used. Collective.
+
+        See [Note: One exchange with replicas]. Nothing may be open or on its way.
+        """
+        if not self._books.awaits_replicas:
+            return
+        with untracked():
+            for chunk in self._books.take_awaiting():
+                gradient = self._gradients[chunk]
+                exchange = mean_across if gradient.in_groups else join_replicas
+                exchange(gradient, self._places, self._scratch, self._communicator)
 
     # -- what ranks tell each other
 
@@ -429,7 +452,9 @@ class Reductions(GradientRules):
             # The sum under no_sync() is whole and unreduced: this gradient is added to it, and both are reduced as one.
             if gradient.is_open:
                 keep_unsynced(gradient, self._backward, places)
-            reduce_unsynced(gradient, self._backward, places, self._scratch, communicator)
+            # A sum of several backwards goes to replicas at once: nothing else may come before the step.
+            layout = self._layout_of(gradient) if gradient.in_groups else gradient.chunk.grad_layout
+            reduce_unsynced(gradient, layout, self._backward, places, self._scratch, communicator)
         else:
             places.open(gradient.index, self._backward)
             places.complete(gradient)
@@ -446,12 +471,14 @@ class Reductions(GradientRules):
         with self._places.moving(gradient, self._communicator.position.here, blocks=1):
             self._places.before_reduction(chunk.index)
             self._places.begin_reduction(gradient)
+            layout = self._layout_of(gradient)
             # Where gradients are written to the home, the mean of a tile replaces elements that were sent before.
             is_first = self._places.begin(gradient.index, backward)
             reduce_in_tiles(
                 chunk,
                 gradient.reduced(),
                 fill_from(whole.flat, chunk),
+                layout,
                 travel=chunk.travel_dtype,
                 rest=chunk.gradient_dtype,
                 replaces=is_first,
@@ -502,11 +529,11 @@ class Reductions(GradientRules):
             begin = chunk.layout.slices(chunk.rank)[0].payload_start
             out = whole[begin : begin + chunk.layout.shard_numel]
         else:
-            out = scratch.region(chunk.layout.shard_numel, chunk.gradient_dtype)
+            out = scratch.region(chunk.grad_layout.shard_numel, chunk.gradient_dtype)
         # `reduce_dtype=`: the gradient travels as a cast copy.
         if chunk.travel_dtype is not chunk.dtype:
             payload = scratch.allocate(chunk.numel, chunk.travel_dtype).copy_(payload)
-        layout = chunk.grad_layout
+        layout = self._layout_of(gradient) if gradient.has_replicas else chunk.grad_layout
         finish = self._communicator.start_reduce_scatter(payload, layout, out.flat, chunk.index, scratch.allocate)
         self._places.begin_reduction(gradient)
         if self._stage > 0:
@@ -517,6 +544,16 @@ class Reductions(GradientRules):
             self._communicator.all_gather(whole.flat, out.flat, layout, chunk.index)
 
         return finish_and_gather, whole
+
+    def _layout_of(self, gradient: ChunkGradient) -> ShardLayout:
+        """The layout by which the gradient is reduced now. Every rank calls it at the same point."""
+        layout = gradient.chunk.grad_layout
+        if not self._books.defers(gradient.index, self._backward):
+            return layout
+        if gradient.in_groups and gradient.is_reduced and not gradient.awaits_replicas:
+            self._places.begin_group_sum(gradient.index)
+        self._books.note_mean_of_group(gradient.index)
+        return layout.of_group
 
     # -- what becomes of a mean
 
@@ -530,7 +567,8 @@ class Reductions(GradientRules):
             # Added, if the step has a gradient that the payload did not start with.
             target, replaces = gradient.reduced(), is_first or gradient.content is Content.SUM
             self._places.put(target, reduced, replaces)
-            if self._sums is not None and replaces and target.tier is Tier.HOST:
+            # What replicas will change is summed up when they have.
+            if self._sums is not None and replaces and target.tier is Tier.HOST and not gradient.awaits_replicas:
                 self._sums.begin(gradient, self._backward)
 
     def _use(self, chunk: int) -> None:

@@ -370,6 +370,9 @@ class Step:
         self.position.set(0, Phase.FORWARD)
         self.params.finish_prefetch()
         self.binding.write_back_all(self._with_copies() if self.payloads.is_resident else None)
+        # Where weights travel quantised, an edit counts as it arrives on all ranks, whether or not it stays in a slot.
+        for chunk in self.binding.pop_overwritten():
+            self.params.make_stale(chunk)
 
     def _with_copies(self) -> list[Chunk]:
         """The chunks whose weights are somewhere else, too: at home, or in a master.

@@ -11,7 +11,8 @@ enum class GradType : int { fp32, bf16, fp16 };
 // whole: fp32 master, without or with a half-precision copy; split: bf16 weight and int16 remainder
 enum class Layout : int { whole, whole_and_bf16, whole_and_fp16, split };
 // blocks: bytes, with a scale for each block of elements, the first of which is the piece's first
-enum class Moments : int { fp32, bf16, blocks };
+// drawn: bf16 that is rounded stochastically
+enum class Moments : int { fp32, bf16, blocks, drawn };
 
 constexpr int64_t moment_block = 256;  // optim/piece.py, BLOCK
 
@@ -43,6 +44,8 @@ struct AdamPiece {
     Moments moments;
     float* exp_avg_scale;  // or null
     float* exp_avg_sq_scale;
+    uint64_t key;    // of the random numbers, and the place of the first element in its tensor: optim/piece.py, Draws
+    uint64_t first;
 };
 
 // Updates elements [begin, end). With moments in blocks both are multiples of `moment_block`, or the piece's end.

@@ -48,8 +48,8 @@ int64_t share_of(int64_t count, int num_threads, int64_t least) {
     return std::max(least, (count / (2 * int64_t(num_threads)) / 64 + 1) * 64);
 }
 
-// weight, grad, exp_avg, exp_avg_sq, half, remainder, numel, grad type, layout, moments, and their scales
-using RawPiece = std::array<uint64_t, 12>;
+// weight, grad, exp_avg, exp_avg_sq, half, remainder, numel, grad type, layout, moments, their scales, key and first
+using RawPiece = std::array<uint64_t, 14>;
 // The address of the entries, then borders, powers, sizes, first and top: of exp_avg, then of exp_avg_sq.
 using RawMap = std::pair<uint64_t, std::array<float, 24>>;
 using RawMaps = std::array<RawMap, 2>;
@@ -62,7 +62,8 @@ T* at(uint64_t address) {
 AdamPiece piece_of(const RawPiece& raw) {
     return AdamPiece{at<void>(raw[0]),      at<const void>(raw[1]), at<void>(raw[2]),       at<void>(raw[3]),
                      at<void>(raw[4]),      at<int16_t>(raw[5]),    int64_t(raw[6]),        GradType(int(raw[7])),
-                     Layout(int(raw[8])),   Moments(int(raw[9])),   at<float>(raw[10]),     at<float>(raw[11])};
+                     Layout(int(raw[8])),   Moments(int(raw[9])),   at<float>(raw[10]),     at<float>(raw[11]),
+                     raw[12],               raw[13]};
 }
 
 DynamicMap map_of(const RawMap& raw) {

@@ -26,6 +26,7 @@ NAMES = {
     "backward": ["backward of layers.", "use of a parameter of layers.7"],
     "touch in forward": ["forward of layers.3", "use of a parameter of layers.7"],
     "outside a step": ["use of a parameter of layers."],
+    "outside, one rank only": ["a call between steps for the whole model, such as state_dict()", "forward of"],
     "evaluation": ["forward of layers.0", "forward of layers.4"],
     "skipped step": ["the optimizer step"],
     NO_GRAPH: ["If rank 1 made no backward because its loss had no graph", "add 0 * output.sum()"],

@@ -26,6 +26,7 @@ from tests.harness.shared_folder import shared_folder
 from tests.zoo.hf_models import gpt2
 from tests.zoo.hf_trainers import on_a_machine_without_gpus
 from tests.zoo.mlp import CHUNK_NUMEL, assert_same, build, inputs
+from tests.zoo.whole import matrices_and_rest
 
 SMALL = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
 
@@ -75,6 +76,37 @@ class Script:
 
 def _ours(**arguments: Any) -> Any:
     return Accelerator(cpu=True, **{"gemini": SMALL, **arguments})
+
+
+def _muon_and_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, rest = matrices_and_rest(model)
+    return [torch.optim.Muon(matrices, lr=0.02), HybridAdam(rest, lr=1e-2)]
+
+
+@on_ranks(1, 2)
+def test_a_list_of_optimizers_is_prepared_as_one_and_each_schedule_drives_its_own(rank: int, world_size: int) -> None:
+    module = build()
+    optimizers = _muon_and_adam(module)
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma) for each, gamma in zip(optimizers, (0.5, 0.25))]
+    accelerator = _ours(step_scheduler_with_optimizer=False)
+    model, optimizer, *schedules = accelerator.prepare(module, optimizers, *schedules)
+    reference = ShardedModel(build(), **SMALL)
+    by_hand = ShardedOptimizer(reference, _muon_and_adam(reference))
+    for step in range(3):
+        accelerator.backward(_loss(model, inputs(step)))
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        by_hand.backward(_loss(reference, inputs(step)))
+        by_hand.clip_grad_norm_(0.1)
+        by_hand.step()
+        for schedule in schedules:
+            schedule.step()
+        for group, (rate, gamma) in zip(by_hand.param_groups, [(0.02, 0.5), (1e-2, 0.25)], strict=True):
+            group["lr"] = rate * gamma ** (step + 1)
+    assert_same(dict(model.state_dict()), dict(reference.state_dict()))
+    model.close()
+    reference.close()
 
 
 @pytest.mark.sampled(2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import accelerate
 import pytest
+import torch
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -98,6 +99,17 @@ def test_an_optimizer_of_another_model_is_refused_before_anything_changes() -> N
     assert type(next(model.parameters())) is nn.Parameter
     with pytest.raises(UnsupportedError, match=r"give prepare\(\) the model together with it"):
         _ours().prepare(HybridAdam(model.parameters()))
+
+
+def test_several_optimizers_of_one_model_that_are_not_a_list_are_refused_before_anything_changes() -> None:
+    model = build()
+    parameters = list(model.parameters())
+    optimizers = HybridAdam(parameters[:6]), torch.optim.SGD(parameters[6:], lr=0.1)
+    with pytest.raises(
+        UnsupportedError, match=r"HybridAdam and SGD are of one model.*prepare\(model, \[first, second\]"
+    ):
+        _ours().prepare(model, *optimizers)
+    assert type(next(model.parameters())) is nn.Parameter
 
 
 def test_clipping_is_of_one_whole_optimizer_at_the_end_of_a_window() -> None:

@@ -25,8 +25,18 @@ def test_another_optimizer_begins_anew(rank: int, world_size: int, place: str, d
     first.close()
     first.close()
     assert sum(held) and not any(dict(ledger.bytes_by_kind).get("optim", 0) for ledger in (host, device))
-    with pytest.raises(GeminiError, match="closed"):
-        first.step()
+    for what in (
+        first.step,
+        first.zero_grad,
+        first.state_dict,
+        first.discard_state,
+        first.follow_param_groups,
+        lambda: first.load_state_dict({}),
+        lambda: first.add_param_group({"params": []}),
+        lambda: first.backward(torch.zeros((), requires_grad=True)),
+    ):
+        with pytest.raises(GeminiError, match="of an optimizer that was closed: use the model's present one"):
+            what()
     second = ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     other: Any = None if reference is None else torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):

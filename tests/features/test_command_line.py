@@ -18,6 +18,7 @@ from gemini.cli.app import app
 from tests.zoo.mlp import Mlp
 
 SMALL = "tests.zoo.mlp:Mlp"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str, columns: int = 200) -> tuple[int, str]:
@@ -218,7 +219,7 @@ def test_a_command_that_takes_long_says_what_it_does_on_stderr_and_its_answer_st
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     with started:
         assert started.stderr is not None and started.stdout is not None
@@ -226,3 +227,25 @@ def test_a_command_that_takes_long_says_what_it_does_on_stderr_and_its_answer_st
         assert any("reading slow:model ..." in line for line in said)
         (tmp_path / "go").touch()
         assert json.loads(started.stdout.read())["3"]["parameters"] == 72
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", SMALL],
+        ["estimate", SMALL],
+        ["doctor"],
+        ["checkpoint", "inspect", "."],
+        ["checkpoint", "verify", "."],
+        ["checkpoint", "export", ".", "out"],
+        ["checkpoint", "import", ".", "out"],
+    ],
+    ids=" ".join,
+)
+def test_a_terminal_is_told_what_is_waited_for_before_torch_is_there(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was asked for')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "FORCE_COLOR": "1"}
+    call = [sys.executable, "-m", "gemini", *command]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60)
+    before, asked, _ = done.stderr.partition("torch was asked for")
+    assert asked and "loading torch" in before, done.stderr

@@ -153,3 +153,21 @@ def test_ms_swift_trains_sharded_once_a_plugin_has_registered(libraries: None, t
     assert logged(trained(kind(gpt2(), args, train_dataset=Texts()))) == expected(tmp_path)
     with pytest.raises(AttributeError, match=r"call register\(\) first"):
         _ = ms_swift.PPOTrainer
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "trl", "axolotl"])
+def test_a_front_end_without_its_library_says_how_to_install_it(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == library:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    name = f"gemini.integrations.{library}"
+    for each in [each for each in sys.modules if each == name or each.split(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, each)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    with pytest.raises(
+        ModuleNotFoundError, match=f"needs {library}, .* not installed: pip install {library}$"
+    ) as found:
+        importlib.import_module(name)
+    assert found.value.name == library

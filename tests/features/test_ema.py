@@ -1,15 +1,21 @@
 """`ShardedOptimizer(..., ema=)`: the bits of torch's `AveragedModel` over the masters, at any placement."""
 
+import copy
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from typer.testing import CliRunner
 
 import gemini
-from gemini import ConfigError, Ema, GeminiError, ShardedModel, ShardedOptimizer, state_hash
+from gemini import ConfigError, Ema, GeminiError, ShardedModel, ShardedOptimizer, UnsupportedError, state_hash
+from gemini.cli.app import app
 from gemini.engine.config import load_config
 from gemini.placement.demand import Kind, Tier
 from optim import HybridAdam
@@ -17,6 +23,7 @@ from tests.harness.on_ranks import on_ranks
 from tests.harness.seed import seed
 from tests.harness.shared_folder import shared_folder
 from tests.zoo import whole
+from tests.zoo.hf_trainers import gpt2
 from tests.zoo.walks import build, loss_of
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -178,6 +185,132 @@ def test_averages_go_on_from_a_state_dict_and_from_a_checkpoint_on_other_ranks(r
         model.close()
 
 
+@on_ranks(1, 2)
+def test_averages_of_a_checkpoint_are_exported_for_from_pretrained(rank: int, world_size: int) -> None:
+    """In the dtype of the weights, rounded as `optimizer.ema.weights()` does, or in fp32. Frozen weights stay."""
+    with shared_folder() as folder:
+        module = gpt2()
+        module.transformer.ln_f.requires_grad_(False)
+        model = wrapped("host", module, dtype=torch.bfloat16)
+        optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2), ema=Ema(decay=0.5, after=1))
+        ids = torch.arange(16).view(1, 16) + 1
+        for number in range(3):
+            optimizer.backward(model(input_ids=ids, labels=ids).loss)
+            optimizer.step()
+            if number != 1:
+                gemini.save_checkpoint(folder, model, optimizer)
+        wanted = averages_of(optimizer, model)
+        masters = {name: value.float() for name, value in model.state_dict().items()}
+        if rank == 0:
+            assert export(folder, folder / "out", "--ema")[0] == 0
+            assert export(folder, folder / "whole", "--ema", "--dtype", "fp32")[0] == 0
+            module.config.save_pretrained(folder / "out")
+            back = type(module).from_pretrained(folder / "out", dtype=torch.bfloat16).state_dict()
+            assert_same({name: back[name] for name in wanted}, wanted)
+            precise = load_file(folder / "whole" / "model.safetensors")
+            assert all(torch.equal(value.bfloat16(), wanted[name]) for name, value in precise.items())
+            assert any((value != wanted[name].float()).any() for name, value in precise.items())
+            assert not torch.equal(precise["transformer.wpe.weight"], masters["transformer.wpe.weight"])
+            code, said = export(folder, folder / "early", "--ema", "--tag", "step_1")
+            assert code == 2 and "was saved after 1 steps, before the first averaging" in said
+        model.close()
+
+
+@pytest.mark.parametrize("form", ["deepspeed", "fsdp2"])
+def test_averages_are_no_state_of_a_training_that_goes_on_in_another_library(form: str, tmp_path: Path) -> None:
+    model = wrapped("device")
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2), ema=0.5)
+    for number in (0, 2):
+        train(model, optimizer, number)
+    gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
+    assert export(tmp_path / "saved", tmp_path / "out", "--to", form)[0] == 0
+    names = {path.name for path in tmp_path.glob("out/**/*.pt")}
+    if form == "fsdp2":
+        keys = FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+        names = {f"{key.rpartition('.')[2]}.pt" for key in keys}
+    assert "exp_avg.pt" in names and "ema.pt" not in names
+    model.close()
+
+
+def test_averages_that_a_checkpoint_has_not_are_not_exported(tmp_path: Path) -> None:
+    model = wrapped("device")
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2))
+    gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
+    code, said = export(tmp_path / "saved", tmp_path / "out", "--ema")
+    assert code == 2 and "has no averages of weights: save one with" in said and not any((tmp_path / "out").glob("*"))
+    assert "--ema is for --to huggingface" in export(tmp_path / "saved", tmp_path / "out", "--ema", "--to", "fsdp2")[1]
+
+
+def export(*arguments: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["checkpoint", "export", *map(str, arguments)])
+    return done.exit_code, " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@on_ranks(1, 2)
+def test_averages_of_weights_that_no_step_has_updated_go_on_too(
+    rank: int, world_size: int, dtype: torch.dtype | None
+) -> None:
+    """One weight has never had a gradient, and one is in no param group: both were edited by hand since."""
+
+    def made(place: str) -> tuple[ShardedModel, ShardedOptimizer]:
+        module = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("used", "idle", "other")})
+        for parameter in module.parameters():
+            nn.init.constant_(parameter, 0.25)
+        model = wrapped(place, module, device="emulated", dtype=dtype)
+        grouped = [each for name, each in model.named_parameters() if "other" not in name]
+        return model, ShardedOptimizer(model, HybridAdam(grouped, lr=1e-2), ema=0.5)
+
+    def edit_and_step(model: ShardedModel, optimizer: ShardedOptimizer) -> None:
+        for name in ("idle", "other"):
+            model.module[name].weight.data.add_(1.0)
+        model.module["used"](torch.ones(2, 16, dtype=dtype or torch.float32)).sum().backward()
+        optimizer.step()
+
+    with shared_folder() as folder:
+        model, optimizer = made("host")
+        edit_and_step(model, optimizer)
+        edit_and_step(model, optimizer)
+        gemini.save_checkpoint(folder, model, optimizer)
+        saved = optimizer.state_dict(), model.state_dict()
+        assert {key for key in saved[0]["ema"]["averages"] if isinstance(key, str)} == {"other.weight", "other.bias"}
+        edit_and_step(model, optimizer)
+        wanted = averages_of(optimizer, model)
+        # 1.25 at first; after two more steps half of the way to 2.25, then half of that to 3.25.
+        for name in ("idle", "other"):
+            assert torch.equal(wanted[f"{name}.weight"].float(), torch.full((16, 16), 2.5))
+        model.close()
+        for from_file, had_others in ((True, False), (True, True), (False, False), (False, True)):
+            model, optimizer = made("in parts")
+            if had_others:
+                edit_and_step(model, optimizer)
+            if from_file:
+                gemini.load_checkpoint(folder, model, optimizer)
+            else:
+                model.load_state_dict(saved[1])
+                optimizer.load_state_dict(saved[0])
+            edit_and_step(model, optimizer)
+            assert_same(averages_of(optimizer, model), wanted)
+            model.close()
+
+
+@on_ranks(1, 2)
+def test_an_average_stays_when_the_states_of_its_weight_are_reset(rank: int, world_size: int) -> None:
+    model = wrapped("device", whole.build(), device="emulated")
+    optimizer = ShardedOptimizer(model, whole.muon_and_adam(model), ema=0.5)
+    whole.train_step(model, optimizer, rank, 0)
+    whole.train_step(model, optimizer, rank, 1)
+    before = averages_of(optimizer, model)
+    # To another optimizer, which has no states of it; and by hand.
+    moved = optimizer.param_groups[0]["params"].pop(0)
+    optimizer.param_groups[1]["params"].append(moved)
+    optimizer.follow_param_groups()
+    optimizer.state.pop(optimizer.param_groups[1]["params"][0])
+    optimizer.state[optimizer.param_groups[0]["params"][0]] = {}
+    assert_same(averages_of(optimizer, model), before)
+    model.close()
+
+
 @pytest.mark.parametrize("options", [{}, LENT])
 @on_ranks(1, 2)
 def test_a_look_at_the_averages_between_backward_and_step_changes_nothing(
@@ -226,7 +359,25 @@ def test_what_would_mix_averages_and_weights_is_refused_inside_the_block(rank: i
         1 / 0  # noqa: B018
     optimizer.zero_grad()
     assert state_hash(model, optimizer) == before
-    model.close()
+    weight = next(model.parameters())
+    with optimizer.ema.weights():
+        for read in (
+            lambda: optimizer.state[weight]["ema"],
+            lambda: gemini.safe_get_full_optimizer_state(weight, "ema"),
+        ):
+            with pytest.raises(GeminiError, match=r"the state 'ema' inside optimizer\.ema\.weights\(\)"):
+                read()
+    with pytest.raises(UnsupportedError, match=r"optimizer\.ema cannot be pickled or copied"):
+        copy.deepcopy(optimizer.ema)
+    optimizer.close()
+    with pytest.raises(GeminiError, match="of an optimizer that was closed"):
+        optimizer.ema.weights().__enter__()
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2), ema=0.5)
+    assert optimizer.ema is not None
+    with optimizer.ema.weights():
+        model.close()
+    with pytest.raises(GeminiError, match="the model is closed"):
+        optimizer.ema.weights().__enter__()
 
 
 def test_an_average_takes_as_many_bytes_as_the_masters_and_the_plan_counts_them() -> None:

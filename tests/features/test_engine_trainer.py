@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +299,20 @@ def test_a_progress_bar_shows_steps_and_metrics(
     assert "6/6" in shown
     assert [name for name in ("loss", "lr", "samples_per_s", "epoch_loss", "test_loss") if name not in shown] == []
     assert "…" not in shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_a_bar_with_loss_and_memory_without_any_hook(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    capfd.readouterr()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    Trainer(engine_of()).fit(pairs(0, 3), 2, test_dataloader=pairs(0, 1))
+    shown = capfd.readouterr().out
+    if terminal:
+        assert "6/6" in shown and re.search(r"loss \d.*device [\d.]+ [KM]?i?B", shown, re.DOTALL), shown
+    else:
+        assert shown == ""
 
 
 def test_predictions_are_the_models_in_evaluation() -> None:

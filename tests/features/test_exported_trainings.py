@@ -19,8 +19,10 @@ from gemini.cli.app import app
 from optim import HybridAdam
 from tests.checkpoints.write_deepspeed import Model
 from tests.features.test_foreign_checkpoints import TOKENS, groups_of, names_of
+from tests.harness.meshes import kept_mesh
 from tests.harness.on_ranks import on_ranks
 from tests.harness.shared_folder import shared_folder
+from tests.zoo import divided
 
 KINDS: dict[str, Any] = {"hybrid": HybridAdam, "adamw": torch.optim.AdamW}
 EXPORTS = {"fsdp2": export_dcp, "deepspeed": export_universal}
@@ -200,3 +202,95 @@ def test_the_command_line_exports_trainings(form: str, tmp_path: Path) -> None:
     assert facts["bytes"] > 0 and (".metadata" in facts["files"] or "latest_universal" in facts["files"])
     done = CliRunner().invoke(app, [*command, "--dtype", "bf16"])
     assert done.exit_code == 2 and "--dtype is for --to huggingface" in done.output
+
+
+def several(plain: nn.Module) -> list[torch.optim.Optimizer]:
+    its = dict(plain.named_parameters())
+    rest = [value for name, value in its.items() if name != "0.weight"]
+    return [torch.optim.Muon([its["0.weight"]], lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)]
+
+
+def test_a_training_with_muon_and_adamw_goes_on_in_torch_with_both(tmp_path: Path) -> None:
+    """Each param group has the states of its own optimizer; the average of weights has no place there."""
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    model = ShardedModel(built(), device="emulated")
+    optimizer = ShardedOptimizer(model, several(model.module), ema=0.5)
+    for _ in range(2):
+        optimizer.backward(model(x).square().mean())
+        optimizer.step()
+    save_checkpoint(tmp_path / "ours", model, optimizer)
+    with pytest.warns(UserWarning, match=r"has averages of the weights .* left out"):
+        export_dcp(tmp_path / "ours", tmp_path / "theirs")
+    theirs = built()
+    its = several(theirs)
+    state = dict(zip(("model", "optim"), get_state_dict(theirs, its), strict=True))
+    dcp.load(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    set_state_dict(theirs, its, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert [*its[0].state[theirs[0].weight]] == ["momentum_buffer"]
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
+    optimizer.backward(model(x).square().mean())
+    optimizer.step()
+    theirs(x).square().mean().backward()
+    for each in its:
+        each.step()
+    for key, value in theirs.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[key], rtol=1e-5, atol=1e-6)
+    with (
+        pytest.warns(UserWarning, match="averages"),
+        pytest.raises(CheckpointError, match="several optimizers, Muon, AdamW, and DeepSpeed one"),
+    ):
+        export_universal(tmp_path / "ours", tmp_path / "out")
+
+
+@pytest.mark.parametrize("form", EXPORTS)
+def test_moments_in_8_bits_are_exported_as_they_are_shown(form: str, tmp_path: Path) -> None:
+    model = ShardedModel(nn.Linear(64, 64), device="emulated")
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), state_dtype="8bit"))
+    optimizer.backward(model(torch.randn(4, 64)).square().mean())
+    optimizer.step()
+    save_checkpoint(tmp_path / "ours", model, optimizer)
+    EXPORTS[form](tmp_path / "ours", tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "again")
+    again = ShardedModel(nn.Linear(64, 64), device="emulated")
+    its = ShardedOptimizer(again, HybridAdam(again.parameters()))
+    load_checkpoint(tmp_path / "again", again, its)
+    assert state_hash(again, its) == state_hash(model, optimizer)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", EXPORTS)
+def test_parts_of_tensors_are_exported_whole(rank: int, world_size: int, form: str) -> None:
+    mesh = kept_mesh(1, 2)
+    model = ShardedModel(divided.divided(mesh["tp"]), device_mesh=mesh["dp"], device="emulated", chunk_size=1024)
+    optimizer = ShardedOptimizer(model, divided.adam(trainable(model)))
+    optimizer.backward(divided.loss_of(model, 0, 0))
+    optimizer.step()
+    before = state_hash(model, optimizer)
+    with shared_folder() as folder:
+        save_checkpoint(folder / "ours", model, optimizer)
+        if rank == 0:
+            EXPORTS[form](folder / "ours", folder / "theirs")
+            import_checkpoint(folder / "theirs", folder / "again")
+        dist.barrier()
+        net = divided.build()
+        net.double() if form == "fsdp2" else net.float()
+        plain = ShardedModel(net, device="emulated")
+        its = ShardedOptimizer(plain, divided.adam(trainable(plain)))
+        load_checkpoint(folder / "again", plain, its)
+    if form == "fsdp2":  # a parameter that no step has come to has states of zeros now
+        assert state_hash(plain) == state_hash(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(value.double(), model.state_dict()[name], rtol=1e-6, atol=1e-7)
+    assert state_hash(model, optimizer) == before
+    plain.close()
+    model.close()

@@ -21,8 +21,10 @@ from gemini import ShardedModel, ShardedOptimizer
 from gemini.integrations.lightning import GeminiStrategy
 from optim import HybridAdam
 from tests.harness.on_ranks import on_ranks
+from tests.harness.shared_folder import shared_folder
 from tests.zoo.lightning_modules import Plain, loader, trainer
 from tests.zoo.mlp import CHUNK_NUMEL, assert_same
+from tests.zoo.whole import matrices_and_rest
 
 SMALL: dict[str, Any] = {"device": "emulated", "chunk_size": CHUNK_NUMEL, "tensor_placement_policy": "cpu"}
 DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-true": torch.float16}
@@ -61,6 +63,57 @@ def test_a_fit_trains_as_the_low_level_api_by_hand(rank: int, world_size: int, p
             optimizer.clip_grad_norm_(0.1)
             optimizer.step()
             schedule.step()
+    assert_same(_weights(module), dict(model.state_dict()))
+    model.close()
+
+
+class Several(Plain):
+    """Muon of the matrices beside Adam, each with a schedule, as one of Lightning's forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def configure_optimizers(self) -> Any:
+        optimizers = several(self)
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma) for each, gamma in zip(optimizers, (0.5, 0.25))]
+        each_step: list[Any] = [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
+        if self.form == "two lists":
+            return optimizers, each_step
+        return [{"optimizer": its, "lr_scheduler": step} for its, step in zip(optimizers, each_step, strict=True)]
+
+
+def several(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, rest = matrices_and_rest(model)
+    return [torch.optim.Muon(matrices, lr=0.02), HybridAdam(rest, lr=1e-2)]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("form", ["two lists", "dicts"])
+def test_several_optimizers_make_one_step_with_one_clip_and_go_on_from_a_checkpoint(
+    rank: int, world_size: int, form: str
+) -> None:
+    """Plain Lightning refuses them. Each schedule drives its own."""
+    module = Several(form)
+    with shared_folder() as folder:
+        trainer(folder, _ours(), gradient_clip_val=0.1, callbacks=[ModelCheckpoint(folder, filename="one")]).fit(
+            module, loader(12)
+        )
+        batches = module.batches
+        module = Several(form)
+        again = trainer(folder, _ours(), gradient_clip_val=0.1, max_epochs=2, **_NO_FILES)
+        again.fit(module, loader(12), ckpt_path=str(Path(folder, "one.ckpt")))
+    batches += module.batches
+    assert len(batches) == 12 // world_size
+
+    model = ShardedModel(Plain(), **SMALL)
+    optimizer = ShardedOptimizer(model, several(model.module))
+    for number, x in enumerate(batches):
+        optimizer.backward((model(x) - x.flip(-1)).square().mean())
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        for group, (rate, gamma) in zip(optimizer.param_groups, [(0.02, 0.5), (1e-2, 0.25)], strict=True):
+            group["lr"] = rate * gamma ** (number + 1)
     assert_same(_weights(module), dict(model.state_dict()))
     model.close()
 

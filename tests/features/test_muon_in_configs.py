@@ -9,7 +9,9 @@ from torch import nn
 import gemini
 from gemini import ConfigError, UnsupportedError
 from gemini.engine.config import load_config
+from tests.harness.logged import logged
 from tests.harness.on_ranks import on_ranks
+from tests.zoo.hf_trainers import gpt2
 from tests.zoo.mlp import assert_same, weights_of
 from tests.zoo.whole import build, loss_of, muon_and_adam
 
@@ -126,9 +128,43 @@ def test_param_groups_are_split_and_keep_their_settings() -> None:
     assert adam.param_groups[0]["betas"] == (0.5, 0.5) and "betas" not in muon.param_groups[0]
 
 
-def test_a_tensor_of_three_dimensions_is_refused_by_name_and_not_given_to_adam() -> None:
-    with pytest.raises(UnsupportedError, match=r"experts has 3 dimensions, \(2, 40, 16\), and torch\.optim\.Muon"):
-        gemini.initialize(model=build(), config={"optimizer": {"type": "Muon"}})
+def test_experts_in_one_tensor_are_muons_and_convolutions_are_refused_by_name() -> None:
+    engine, *_ = gemini.initialize(model=build(), config={"optimizer": {"type": "Muon"}})
+    assert engine.optimizer is not None
+    assert any(engine.model.module.experts is p for p in engine.optimizer.param_groups[0]["params"])
+    engine.model.close()
+    for net, message in (
+        (nn.Conv2d(2, 3, 3), r"weight has 4 dimensions, \(3, 2, 3, 3\), and Muon takes matrices and stacks"),
+        (nn.Conv1d(2, 3, 3), r"weight: the weight of a convolution .* into 'adam_names' of params"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            gemini.initialize(model=net, config={"optimizer": {"type": "Muon"}})
+
+
+def test_embeddings_that_deepspeeds_rule_gives_to_muon_are_named_with_the_key_that_changes_it() -> None:
+    """GPT-2's are called "wte" and "wpe". What has the words in its names is not spoken of."""
+    with logged() as text:
+        engine, *_ = gemini.initialize(model=gpt2(), config={"optimizer": {"type": "Muon"}})
+    said = text.getvalue()
+    assert "Muon updates transformer.wte.weight, transformer.wpe.weight, which embed" in said
+    key = '"adam_names": ["embed", "lm_head", "wte", "wpe"]'
+    assert key in said
+    assert engine.optimizer is not None
+    table = engine.model.module.transformer.wte.weight
+    assert any(table is p for p in engine.optimizer.param_groups[0]["params"])
+    engine.model.close()
+
+    with logged() as text:
+        params = {"adam_names": ["embed", "lm_head", "wte", "wpe"]}
+        engine, *_ = gemini.initialize(model=gpt2(), config={"optimizer": {"type": "Muon", "params": params}})
+    assert "Muon updates" not in text.getvalue()
+    assert engine.optimizer is not None
+    names = {p: name for name, p in engine.model.named_parameters()}
+    assert {p.ndim for p in engine.optimizer.param_groups[0]["params"]} == {2}
+    assert all(".h." in names[p] for p in engine.optimizer.param_groups[0]["params"])
+    engine.model.close()
+    with pytest.raises(ConfigError, match=r"adam_names must be a list of parts of names.*found 'wte'"):
+        load_config({"optimizer": {"type": "Muon", "params": {"adam_names": "wte"}}})
 
 
 def test_muon_by_head_is_refused() -> None:

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from gemini import EmulatedDevice, HybridAdam, Settings, ShardedModel, ShardedOptimizer
+from gemini.cli import question
 from gemini.errors import BudgetError
 from gemini.placement.demand import Tier, parse_bytes
 from tests.features.test_first_batch import Composite
@@ -71,7 +72,27 @@ def test_a_model_can_be_wrapped_with_the_plan_that_is_shown(device_memory: str) 
     assert sum(found["host"].values()) == model.plan.host_bytes
     assert found["chunk_bytes"] == model.plan.packing.chunk_bytes
     shown = " ".join(run(*options)[1].split())
-    assert f"device_memory={setting['device_memory']}, model_data_memory={setting['model_data_memory']}" in shown
+    said = re.search(r'device_memory="(\w+)", model_data_memory="?(\d[\d.]*KB|\d+)', shown)
+    assert said is not None and said[1] == device_memory
+    assert parse_bytes(said[2] if "KB" in said[2] else int(said[2]), "") == setting["model_data_memory"]
+
+
+def test_what_all_memory_together_is_too_small_for_is_searched_for_without_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search for a plan within host memory would try every chunk size in vain, for seconds with a large model."""
+    bounds, plans = [], question.plan_training
+
+    def noting(packed: Any, settings: Settings, *rest: Any) -> Any:
+        bounds.append(settings.host_memory)
+        return plans(packed, settings, *rest)
+
+    monkeypatch.setattr(question, "plan_training", noting)
+    options = (DEEP, "--device-memory", "300KB", "--host-memory")
+    needed = refused(*options, "1MB")[0]["refused"]["needed_bytes"]
+    assert bounds[0] is None
+    bounds.clear()
+    assert asked(*options, f"{needed}B")["fits"] and bounds[0] == needed
 
 
 def test_a_training_that_the_device_memory_alone_would_have_refused_is_said() -> None:

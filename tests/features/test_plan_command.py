@@ -165,6 +165,7 @@ def test_ranks_of_several_nodes_are_divided_as_the_model_of_a_step_says(tmp_path
     (why,) = [note for note in slow["notes"] if note.startswith("Groups chosen")]
     assert "4 replicas of 2 shards, one on each node (--shard-group-size 2): " in why and "s among ranks" in why
     assert "all ranks as one group: " in why and "--secondary-group-size 2" in why
+    assert "the same, with states over all ranks (--shard-group-size 2 --optimizer-shard all): " in why
     (note,) = [note for note in slow["notes"] if note.startswith("ShardedModel makes")]
     assert "shard_group_size=2" in note
     # Without room for replicas there is a second copy, and without room for that one group.

@@ -116,6 +116,14 @@ def test_a_model_in_the_cache_of_the_hub_is_read_offline(tmp_path: Path) -> None
     assert "'someone/else' is not in the cache" in done.stderr and "HF_HUB_OFFLINE" in done.stderr
 
 
+def test_a_model_of_the_hub_is_refused_at_once_where_no_network_is(tmp_path: Path) -> None:
+    done = estimated("someone/else", HF_HUB_CACHE=str(tmp_path), HF_ENDPOINT="http://hub.invalid")
+    assert done.returncode == 2
+    words = " ".join(done.stderr.replace("│", " ").split())
+    assert "no network reaches hub.invalid: give the path of a copy of its config.json" in words
+    assert "Retry" not in done.stderr
+
+
 class Hub(BaseHTTPRequestHandler):
     """Has one config.json, and no weights."""
 

@@ -397,6 +397,31 @@ def test_values_that_are_set_show_as_if_they_had_travelled(rank: int, world_size
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("secondary", [None, 2])
+def test_what_is_written_in_place_trains_as_it_would_arrive(rank: int, world_size: int, secondary: int | None) -> None:
+    """A forward computes with the same weights whether the payload that was written to has stayed or not."""
+    with torch.no_grad():
+        exact = mlp.build(Odd)
+        exact.first.weight.view(-1)[:1] = 3.0  # with which all of its block is rounded otherwise
+        exact.last.weight.mul_(0.3)
+        near = mlp.build(Odd)
+        for name, parameter in near.named_parameters():
+            parameter.copy_(rounded(8, exact.get_parameter(name)))
+    for policy in ("cuda", "static", "cpu"):
+        options = {"tensor_placement_policy": policy, "secondary_group_size": secondary}
+        model = ShardedModel(mlp.build(Odd), device="emulated", quantized_weights=8, **options)
+        loss_of(model, 0, rank)
+        weights = dict(model.named_parameters())
+        with torch.no_grad():
+            weights["first.weight"].view(-1)[:1] = 3.0
+            weights["last.weight"].mul_(0.0).add_(exact.last.weight)
+        mlp.assert_same(dict(model.state_dict()), dict(exact.state_dict()))  # which brings the edits home
+        assert torch.equal(loss_of(model, 1, rank), loss_of(near, 1, rank))
+        mlp.assert_same(dict(model.state_dict()), dict(exact.state_dict()))
+        model.close()
+
+
+@on_ranks(2)
 def test_an_overflow_is_found_in_what_travels(rank: int, world_size: int) -> None:
     model = mlp.wrap("cpu", dtype=torch.float16, quantized_gradients=4, quantized_weights=8)
     optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()), initial_scale=2.0**10, hysteresis=1)

@@ -107,6 +107,20 @@ def test_what_the_page_shows_and_is_not_here_is_refused_on_all_ranks(
         deepspeed.initialize(model=build(), config=config)
 
 
+@on_ranks(soak=(8,), timeout_s=180)
+def test_the_mics_config_of_the_page_trains_where_eight_ranks_hold_the_shards(rank: int, world_size: int) -> None:
+    with config_of_the_page("mics") as config:
+        engine, *_ = deepspeed.initialize(model=build(), config=config)
+    model = ShardedModel(build(), device="emulated", stage=3)
+    its = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=0.001, betas=(0.8, 0.999), weight_decay=3e-7))
+    for step in range(2):
+        for each in (engine, its):
+            each.backward(loss_of((engine if each is engine else model)(batch(rank, step, torch.float32))))
+            each.step()
+    assert {chunk.layout.world_size for chunk in engine.model.chunk_manager.chunks} == {8}
+    assert state_hash(engine.model) == state_hash(model)
+
+
 class PageModel(nn.Module):
     """The ways in which the page uses a weight outside of its own module, and `Module.apply` over them."""
 
@@ -116,6 +130,7 @@ class PageModel(nn.Module):
         self.layer1 = nn.Linear(WIDTH, WIDTH)
         self.layer2 = TakesWeight()
         self.layer3 = ReturnsBias(WIDTH, WIDTH)
+        deepspeed.zero.register_external_parameter(self, self.layer1.weight)
         deepspeed.zero.register_external_parameter(self.layer2, self.layer1.weight)
         self.apply(lambda part: nn.init.normal_(part.bias) if isinstance(part, nn.Linear) else None)
 
@@ -180,12 +195,15 @@ def test_deepspeeds_snippets_on_parameters_run(rank: int, world_size: int) -> No
         assert safe_get_full_fp32_param(parameter).shape == parameter.shape
         assert safe_get_full_optimizer_state(parameter, "exp_avg").shape == parameter.shape
         local = safe_get_local_fp32_param(parameter)
-        assert safe_get_local_optimizer_state(parameter, "exp_avg").shape == local.shape
-        safe_set_full_fp32_param(parameter, torch.ones(parameter.shape))
-        safe_set_full_optimizer_state(parameter, torch.ones(parameter.shape), "exp_avg")
+        safe_set_full_fp32_param(parameter, torch.ones_like(parameter))
         safe_set_local_fp32_param(parameter, torch.zeros_like(local))
-        safe_set_local_optimizer_state(parameter, torch.zeros_like(local), "exp_avg")
-        assert not safe_get_full_optimizer_state(parameter, "exp_avg").any()
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert safe_get_full_optimizer_state(parameter, state).shape == parameter.shape
+            assert safe_get_local_optimizer_state(parameter, state).shape == local.shape
+            safe_set_full_optimizer_state(parameter, torch.ones_like(parameter), state)
+            assert safe_get_full_optimizer_state(parameter, state).all()
+            safe_set_local_optimizer_state(parameter, torch.zeros_like(local), state)
+            assert not safe_get_full_optimizer_state(parameter, state).any()
     with torch.no_grad():
         assert not engine(batch(rank, 1, torch.float32)).any()
 

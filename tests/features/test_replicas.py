@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from gemini import (
     ConfigError,
     DivergenceError,
     GatheredParameters,
+    GeminiError,
     RankLostError,
     RemoteRankError,
     ShardedModel,
@@ -31,7 +32,12 @@ from gemini import (
     save_checkpoint,
     state_hash,
 )
-from gemini.deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from gemini.deepspeed.utils import (
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_grad,
+    safe_set_full_fp32_param,
+)
 from gemini.placement.simulate import Exchange
 from tests.dist import failing
 from tests.dist.parity_cases import train_many
@@ -55,14 +61,38 @@ TWO_BY_TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bf16": ("nested", {**HALF, "accumulation": 2, "clip": 0.05}, SMALLEST),
     "bf16, stage 0": ("nested", {**HALF, "clip": 0.05}, {"stage": 0, "tensor_placement_policy": "cpu"}),
     "odd": ("odd_shapes", {}, {"stage": 1, "shard_strategy": "tensor", "tensor_placement_policy": "cpu"}),
+    "said before": (
+        "nested",
+        {**HALF, "accumulation": 3, "clip": 0.05, "knows_several": True},
+        {"gradient_accumulation_steps": 3, "tensor_placement_policy": "cpu"},
+    ),
+    "experts, said before": (
+        "experts",
+        {"accumulation": 2, "knows_several": True},
+        {"gradient_accumulation_steps": 2, "stage": 2, "shard_strategy": "tensor"},
+    ),
     "late gradients": ("zero_size", {}, {"stage": 2, "deferred_update": True, "tensor_placement_policy": "cpu"}),
 }
 
 
+# Groups share weights and gradients, and all ranks optimizer states: groups add up from the first micro-batch on.
+ALL: dict[str, Any] = {"optimizer_shard": "all"}
+LATER: dict[str, Any] = {"knows_several": True}
+ALL_STATES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "tied, clipped": ("tied", {**LATER, "accumulation": 2, "clip": 0.05}, {**ALL, **SMALLEST}),
+    "unused": ("sometimes_unused", {**LATER, "clip": 0.05}, {**ALL, "tensor_placement_policy": "cpu"}),
+    "frozen": ("frozen_body", {**LATER, "accumulation": 2}, {**ALL, "tensor_placement_policy": "auto"}),
+    "experts": ("experts", {**LATER, "accumulation": 2}, {**ALL, "shard_strategy": "bucket", **SMALLEST}),
+    "bf16": ("nested", {**HALF, **LATER, "clip": 0.05}, {**ALL, **SMALLEST}),
+    "bf16, sums": ("nested", {**HALF, **LATER, "accumulation": 3}, {**ALL, "deferred_update": True}),
+    "odd": ("odd_shapes", LATER, {**ALL, "shard_strategy": "tensor", "tensor_placement_policy": "cpu"}),
+}
 LARGE = {"large": ("gpt2", {"accumulation": 2, "clip": 0.05}, SMALLEST)}
 
 
-@pytest.mark.parametrize("trainings", [TWO_BY_TWO, *in_soak(LARGE)], ids=lambda its: next(iter(its)))
+@pytest.mark.parametrize(
+    "trainings", [TWO_BY_TWO, ALL_STATES, *in_soak(LARGE)], ids=["replicas", "states over all", "large"]
+)
 def test_two_replicas_of_two_shards_equal_plain(
     ranks: RankPool, trainings: dict[str, tuple[str, dict[str, Any], dict[str, Any]]]
 ) -> None:
@@ -80,7 +110,7 @@ def test_two_replicas_of_two_shards_equal_plain(
             except AssertionError as error:
                 raise AssertionError(f"{title}, rank {rank}: {error}") from None
             assert facts["budget_bytes"] is None or facts["peak_bytes"] <= facts["budget_bytes"], title
-            if title in ("bf16", "large"):
+            if title == "large" or (title == "bf16" and trainings is TWO_BY_TWO):
                 assert facts["num_chunks"] >= 8 and facts["spans_two_chunks"] == (title == "large"), facts
                 assert facts["num_evictions"] and facts["num_refetches_elsewhere"], facts
 
@@ -99,7 +129,7 @@ def trained(rank: int, steps: int = 3, micro_batches: int = 1, clip: float | Non
     losses, norms = [], []
     for step in range(steps):
         for micro in range(micro_batches):
-            loss = mlp.loss_of(model, 100 * step + 10 * micro + rank)
+            loss = mlp.loss_of(model, 100 * step + 10 * micro + rank, model.settings.dtype)
             loss.backward()
             losses.append(float(loss))
         optimizer.step()
@@ -183,18 +213,25 @@ def test_a_mesh_counts_its_ranks_in_its_own_order(rank: int, world_size: int) ->
 
 @on_ranks(4)
 def test_a_step_sends_what_its_plan_says_in_each_group(rank: int, world_size: int) -> None:
-    for wrap in ({}, {"dtype": torch.bfloat16}, {"stage": 0}, {"stage": 1, "tensor_placement_policy": "cpu"}):
-        model = mlp.wrap("cuda" if not wrap else "auto", shard_group_size=2, **wrap)  # type: ignore[arg-type]
+    wraps: list[dict[str, Any]] = [{}, HALF, {"stage": 0}, {"stage": 1, "tensor_placement_policy": "cpu"}]
+    several = {"gradient_accumulation_steps": 3}
+    wraps += [several, {**HALF, **several, "tensor_placement_policy": "cpu"}, {**HALF, **several, "stage": 2}]
+    for wrap in wraps:
+        model = mlp.wrap("auto" if wrap and wrap != several else "cuda", shard_group_size=2, **wrap)
         optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
         communicator = model.chunk_manager.communicator
         for step in range(3):
             before = communicator.bytes_by_group
-            x = mlp.inputs(step, model.settings.dtype)
-            model(x).square().mean().backward()
+            for micro in range(wrap.get("gradient_accumulation_steps", 1)):
+                x = mlp.inputs(3 * step + micro, model.settings.dtype)
+                model(x).square().mean().backward()
             optimizer.step()
             sent = {group: count - before[group] for group, count in communicator.bytes_by_group.items()}
         exchanged = {what: num_bytes for what, (_, num_bytes) in model.plan.predicted.exchanged.items()}
         over_replicas = exchanged.pop(Exchange.REPLICAS)
+        if several.items() <= wrap.items():
+            # Once in a step, although there are three backwards: a sum in fp32, and the mean that comes back.
+            assert over_replicas == 2 * 4 * sum(chunk.layout.shard_numel for chunk in model.plan.packing.chunks)
         # Of what a group of two fills or sends, each rank sends a half.
         assert sent["replicas"] == over_replicas // 2, wrap
         assert sent["shards"] == sum(exchanged.values()) // 2, wrap
@@ -204,23 +241,136 @@ def test_a_step_sends_what_its_plan_says_in_each_group(rank: int, world_size: in
 
 
 @on_ranks(4)
-def test_micro_batches_without_sync_are_reduced_over_replicas_once(rank: int, world_size: int) -> None:
+def test_micro_batches_are_reduced_over_replicas_once_a_step(rank: int, world_size: int) -> None:
+    """The first backward may be the only one, and exchanges its gradients at once, unless it is said to be not."""
     sent, weights = [], []
-    for is_synced in (True, False):
-        model = mlp.wrap("cpu", shard_group_size=2)
+    several: dict[str, Any] = {"gradient_accumulation_steps": 3}
+    for is_synced, told, wrap in (
+        (True, False, {}),
+        (False, False, {}),
+        (True, False, several),
+        (True, True, {}),
+    ):
+        model = mlp.wrap("cpu", shard_group_size=2, **wrap)
         optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
         communicator = model.chunk_manager.communicator
         before = communicator.bytes_by_group["replicas"]
         for micro in range(3):
+            if told:
+                model.set_requires_all_reduce(micro == 2)
             with nullcontext() if is_synced or micro == 2 else model.no_sync():
                 mlp.loss_of(model, 10 * micro + rank).backward()
         optimizer.step()
         sent.append(communicator.bytes_by_group["replicas"] - before)
         weights.append(model.state_dict())
         model.close()
-    assert sent[0] == 3 * sent[1]
+    assert sent == [2 * sent[1], sent[1], sent[1], sent[1]]
     for name, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][name], weight, rtol=1e-4, atol=1e-4)
+        for others in weights[1:]:
+            torch.testing.assert_close(others[name], weight, rtol=1e-4, atol=1e-4)
+        assert torch.equal(weights[2][name], weights[3][name]), name
+    with pytest.raises(ValueError, match="recurse=False"):
+        model.set_requires_all_reduce(True, recurse=False)
+
+
+@on_ranks(4, timeout_s=120)
+def test_micro_batches_have_the_same_bits_at_every_stage_and_place(rank: int, world_size: int) -> None:
+    least = {"model_data_memory": mlp.smallest_budget(shard_group_size=2, chunk_size=mlp.CHUNK_NUMEL)}
+    places = [least, *(VARIANTS[each] for each in ("stage 3, deferred", "stage 3, another size", "stage 2"))]
+    places += [VARIANTS["stage 1, on the host"], {"reuse_fp16_shard": True, **least}]
+    for options in ({}, {"gradient_accumulation_steps": 3}, {"dtype": torch.bfloat16}):
+        runs = [trained(rank, 2, 3, 0.05, shard_group_size=2, **options, **place) for place in places]
+        assert all(run == runs[0] for run in runs), options
+        assert len({repr(of_rank[:3]) for of_rank in gathered(runs[0])}) == 1, options
+
+
+# What a user does between the backwards of a step and the step itself.
+BETWEEN = ("read", "write", "clip", "no_sync", "zero_grad", "save", "fail", "discard")
+
+
+def _fail_behind(layer: Any, inputs: Any, output: torch.Tensor) -> Any:
+    return failing.InBackward.apply(output, failing.boom)
+
+
+def _go_on(layer: Any, inputs: Any, output: torch.Tensor) -> None:
+    """Change nothing."""
+
+
+def mean_gradients(plain: mlp.Mlp, micro: int, world_size: int) -> dict[str, torch.Tensor]:
+    """The mean over ranks of the gradients of one micro-batch, in plain PyTorch."""
+    total = {name: torch.zeros_like(parameter) for name, parameter in plain.named_parameters()}
+    for rank in range(world_size):
+        plain.zero_grad()
+        mlp.loss_of(plain, 10 * micro + rank).backward()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            total[name] += parameter.grad / world_size
+    return total
+
+
+@on_ranks(4, timeout_s=120)
+@pytest.mark.parametrize("wrap", [{}, {"stage": 1}, ALL], ids=["stage 3", "stage 1", "states over all"])
+def test_gradients_are_the_mean_of_all_ranks_whatever_comes_between_backwards(
+    rank: int, world_size: int, wrap: dict[str, Any]
+) -> None:
+    for between in BETWEEN:
+        model = mlp.wrap("smallest", shard_group_size=2, gradient_accumulation_steps=3, **wrap)
+        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+        weights, plain = dict(model.named_parameters()), mlp.build()
+        wanted = {name: torch.zeros_like(parameter) for name, parameter in plain.named_parameters()}
+        some = "layers.2.weight"
+        for micro in range(3):
+            with model.no_sync() if (between, micro) == ("no_sync", 1) else nullcontext():
+                mlp.loss_of(model, 10 * micro + rank).backward()
+            for name, mean in mean_gradients(plain, micro, world_size).items():
+                wanted[name] += mean
+            if micro == 2:
+                continue
+            if between == "read":
+                grad = weights[some].grad
+                torch.testing.assert_close(safe_get_full_grad(weights[some]), wanted[some], rtol=1e-5, atol=1e-6)
+                assert grad is not None and torch.equal(grad.cpu(), safe_get_full_grad(weights[some]))
+            elif between == "write":
+                weights[some].grad *= 2
+                weights["layers.3.bias"].grad = torch.ones(mlp.WIDTH)
+                wanted[some] *= 2
+                wanted["layers.3.bias"].fill_(1.0)
+            elif between == "clip":
+                norm = optimizer.clip_grad_norm_(1e6)
+                torch.testing.assert_close(norm, torch.stack([g.norm() for g in wanted.values()]).norm())
+            elif between == "zero_grad" and micro == 0:
+                optimizer.zero_grad()
+                wanted = {name: torch.zeros_like(mean) for name, mean in wanted.items()}
+            elif between == "discard":
+                weights[some].grad = None
+                wanted[some].zero_()
+            elif between == "save":
+                with pytest.raises(GeminiError, match="replicas have not added up"):
+                    safe_get_local_grad(weights[some])
+                folder = Path(gathered(mkdtemp())[0])
+                save_checkpoint(folder, model, optimizer)
+                again = mlp.wrap("cpu", shard_group_size=2, gradient_accumulation_steps=3, **wrap)
+                other = ShardedOptimizer(again, mlp.adam(again.parameters()))
+                load_checkpoint(folder, again, other)
+                assert state_hash(again, other) == state_hash(model, optimizer)
+                model.close()
+                model, optimizer, weights = again, other, dict(again.named_parameters())
+            elif between == "fail" and micro == 1:
+                hook = model.module.layers[2].register_forward_hook(_fail_behind if rank == 3 else _go_on)
+                loss = mlp.loss_of(model, 10 + rank)
+                hook.remove()
+                with pytest.raises((failing.Boom, RemoteRankError)):
+                    loss.backward()
+                optimizer.zero_grad()
+                wanted = {name: torch.zeros_like(mean) for name, mean in wanted.items()}
+        for name, parameter in weights.items():
+            found = safe_get_full_grad(parameter)
+            torch.testing.assert_close(found, wanted[name], rtol=1e-5, atol=1e-6, msg=f"{between}: {name}")
+        if between == "clip":  # the gradients are others now, and a step would refuse the clip of those before
+            optimizer.clip_grad_norm_(1e6)
+        optimizer.step()
+        assert len(set(gathered(state_hash(model, optimizer)))) == 1, between
+        model.close()
 
 
 # -- Between steps: states that users read and write.
@@ -229,8 +379,8 @@ def test_micro_batches_without_sync_are_reduced_over_replicas_once(rank: int, wo
 @on_ranks(4)
 def test_replicas_stay_equal_whatever_users_write(rank: int, world_size: int) -> None:
     """Each rank gives gradients and states other values. Of the ranks of a group each one's part counts."""
-    for stage in (0, 3):
-        model = mlp.wrap("smallest", shard_group_size=2, stage=stage)
+    for wrap in ({"stage": 0}, {}, ALL):
+        model = mlp.wrap("smallest", shard_group_size=2, **wrap)
         optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
         weights = dict(model.named_parameters())
         mlp.loss_of(model, rank).backward()
@@ -307,12 +457,17 @@ def test_a_checkpoint_of_a_mesh_is_written_once_and_loads_on_any(ranks: RankPool
         assert found == [found[0]] * world_size
         return found[0]
 
-    mesh = {"shard_group_size": 2}
+    mesh: dict[str, Any] = {"shard_group_size": 2}
     _, first = run(4, "mesh", mesh, 2, None)
     assert run(4, "flat", {}, 0, "mesh") == [first, first]
     assert run(2, "pair", {"stage": 2}, 1, "mesh")[0] == first
     assert run(4, "again", {**mesh, "stage": 1, "tensor_placement_policy": "cpu"}, 0, "flat")[0] == first
     after_pair = run(2, "pair, again", {}, 0, "pair")[0]
+    # Optimizer states over all ranks: to and from such a training.
+    assert run(4, "all", {**mesh, **ALL}, 1, "pair")[0] == after_pair
+    after_all = run(2, "all, on two", {"stage": 1}, 0, "all")[0]
+    assert run(4, "all, again", {**mesh, **ALL, "tensor_placement_policy": "cpu"}, 0, "all")[0] == after_all
+    assert run(4, "all, as replicas", mesh, 0, "all")[0] == after_all
     assert run(4, "mesh, again", mesh, 0, "pair")[0] == after_pair
     bytes_of = [
         {file.name[:12]: file.stat().st_size for file in (tmp_path / name).rglob("states-*")}

@@ -153,8 +153,32 @@ def test_what_cannot_be_one_optimizer_is_refused() -> None:
     for call in (given[0].step, given[0].state_dict, lambda: given[1].add_param_group({"params": []})):
         with pytest.raises(UnsupportedError, match="that is one of 2 optimizers of one ShardedOptimizer"):
             call()
+    with pytest.raises(UnsupportedError, match=r"setting param_groups of a Muon that is one of 2"):
+        given[0].param_groups = []
     given[0].zero_grad()
     assert len(optimizer.param_groups) == 2
+    model.close()
+
+
+@on_ranks(1, 2)
+def test_a_group_that_names_another_optimizer_starts_there_from_fresh_state(rank: int, world_size: int) -> None:
+    """The momentum of the one lies where the first moments of the other do."""
+    model, plain = wrapped(tensor_placement_policy="cpu"), Plain("muon", world_size)
+    optimizer = ShardedOptimizer(model, muon_and_adam(model))
+    for step in range(4):
+        if step == 2:
+            group = optimizer.param_groups[0]
+            group["optimizer"] = "HybridAdam"
+            with pytest.raises(ValueError, match=r"a param group with .* has no 'betas'"):
+                train_step(model, optimizer, rank, step)
+            optimizer.zero_grad()
+            group |= {key: value for key, value in optimizer.param_groups[1].items() if key not in ("params", "lr")}
+            plain.optimizers[1].add_param_group(
+                {"params": plain.optimizers[0].param_groups.pop()["params"], "lr": 0.05}
+            )
+        train_step(model, optimizer, rank, step)
+        plain.step(step)
+        assert_same(weights_of(model), weights_of(plain.model))
     model.close()
 
 

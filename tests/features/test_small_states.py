@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,27 @@ def test_training_has_the_bits_of_the_plain_optimizer(rank: int, world_size: int
             model.close()
 
 
+@on_ranks(1, 2, soak=(4,))
+@pytest.mark.parametrize("place", ["host, deferred", "in backward", *in_soak(*PLACES, *MORE)])
+def test_stochastic_rounding_draws_the_same_numbers_anywhere(rank: int, world_size: int, place: str) -> None:
+    path = shared_folder(rank)
+    losses, its = expected("bf16_stochastic", torch.bfloat16)
+    assert losses != expected(torch.bfloat16, torch.bfloat16)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        model = wrapped(build(torch.bfloat16), place, folder)
+        optimizer = ShardedOptimizer(model, adam(model, "bf16_stochastic"))
+        assert train(model, optimizer, 2) == losses[:2]
+        save_checkpoint(path, model, optimizer)
+        model.close()
+        # Elsewhere, with a chunk size of its own.
+        model = ShardedModel(build(torch.bfloat16), device="emulated", stage=2, chunk_size=30_000)
+        optimizer = ShardedOptimizer(model, adam(model, "bf16_stochastic"))
+        load_checkpoint(path, model, optimizer)
+        assert train(model, optimizer, STEPS - 2, start=2) == losses[2:]
+        assert_same(outcome(model, optimizer), its)
+        model.close()
+
+
 @on_ranks(1, 2)
 def test_embeddings_and_small_tensors_stay_in_32_bits_unless_a_group_says_otherwise(rank: int, world_size: int) -> None:
     for bits, whose in ((None, {"first.weight", "second.weight", "third.weight"}), (8, {"table.weight"}), (32, set())):
@@ -188,7 +210,7 @@ def test_embeddings_and_small_tensors_stay_in_32_bits_unless_a_group_says_otherw
 
 def test_settings_that_mean_nothing_are_refused_by_name() -> None:
     parameters = [nn.Parameter(torch.zeros(3))]
-    with pytest.raises(ValueError, match=r"torch\.float32, torch\.bfloat16 or '8bit', found '4bit'"):
+    with pytest.raises(ValueError, match=r"torch\.bfloat16, 'bf16_stochastic' or '8bit', found '4bit'"):
         HybridAdam(parameters, state_dtype="4bit")
     with pytest.raises(ValueError, match="optim_bits must be 8, 32 or None, found 16"):
         HybridAdam([{"params": parameters, "optim_bits": 16}])
@@ -328,6 +350,92 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(bad: float) -
     with pytest.warns(UserWarning, match="skipped on all ranks"):
         optimizer.step()
     assert_same(outcome(model, optimizer), before)
+
+
+class Poisoned(nn.Module):
+    """Two matrices, of which one element of the first one's gradient is NaN, if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(80, 80, bias=False), nn.Linear(80, 80, bias=False)
+
+    def forward(self, x: Tensor, bad: float = 0.0) -> Tensor:
+        weight = self.first.weight
+        return self.second(x @ weight).square().mean() + weight[3, 7].detach().mul(bad).mul(weight[3, 7])
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["8bit", torch.bfloat16, None], ids=str)
+def test_a_nan_in_a_backward_that_updates_costs_its_own_element(rank: int, world_size: int, kind: Any) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        module = Poisoned()
+    model = ShardedModel(module, device="emulated", update_in_backward=True, chunk_size=6400)
+    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=1e-2, state_dtype=kind))
+    x = torch.ones(4, 80)
+    for bad in (0.0, math.nan):
+        model(x, bad).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+    assert model.state_dict()["first.weight"].isnan().nonzero().tolist() == [[3, 7]]
+    # The user mends the weight, and trains on. fp32 and bf16 keep moments that are NaN.
+    with torch.no_grad():
+        model.module.first.weight[3, 7] = 0.0
+    model(x).backward()
+    optimizer.step()
+    found = model.state_dict()
+    assert found["first.weight"].isnan().nonzero().tolist() == ([] if kind == "8bit" else [[3, 7]])
+    assert not found["second.weight"].isnan().any()
+    model.close()
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(9, 17, 3), nn.Conv2d(17, 31, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))).square().mean()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_channels_last_weight_has_the_blocks_of_the_plain_one(rank: int, world_size: int, kind: Any) -> None:
+    found = []
+    for sharded in (False, True):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            module = Images().to(memory_format=torch.channels_last)
+        model: Any = ShardedModel(module, device="emulated", stage=3) if sharded else module
+        plain = HybridAdam(model.parameters(), lr=1e-2, state_dtype=kind)
+        optimizer: Any = ShardedOptimizer(model, plain) if sharded else plain
+        for step in range(3):
+            x = torch.randn(2, 9, 8, 8, generator=torch.Generator().manual_seed(step))
+            model(x.to(memory_format=torch.channels_last)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(outcome(model, optimizer))
+        if sharded:
+            model.close()
+    assert_same(found[1], found[0])
+
+
+def test_a_plain_model_whose_memory_format_changes_keeps_its_small_moments() -> None:
+    torch.manual_seed(2)
+    model = Images()
+    optimizer = HybridAdam(model.parameters(), lr=1e-2, state_dtype="8bit")
+    x = torch.randn(2, 9, 8, 8)
+    model(x).backward()
+    optimizer.step()
+    before = optimizer.state_dict()["state"][2]["exp_avg"].clone()
+    model.to(memory_format=torch.channels_last)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    after = optimizer.state_dict()["state"][2]["exp_avg"]
+    # Blocks hold other elements now, so moments are rounded once more.
+    assert ((after - 0.9 * before).abs() <= 0.01 * before.abs().max()).all()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -15,6 +15,7 @@ import transformers.trainer
 from safetensors.torch import load_file
 from torch import nn
 
+import gemini
 from gemini import ConfigError, HybridAdam, ShardedModel, UnsupportedError, state_hash
 from gemini.integrations import transformers as integration
 from gemini.integrations.transformers import ShardedTraining, Trainer
@@ -276,6 +277,57 @@ def test_a_config_with_muon_trains_hidden_matrices_by_it_and_the_rest_by_adam(tm
     assert all("bias" in names[p] or "ln_" in names[p] for p in groups["HybridAdam"]["params"])
     assert each.sharded_model.module.transformer.h[0].attn.c_attn.weight in each.optimizer.state
     assert logged(each)[-1] < logged(each)[0] + 1
+
+
+def test_target_modules_say_which_hidden_matrices_muon_updates(tmp_path: Path) -> None:
+    given = {**SHARDED, "config": {"optimizer": {"type": "Muon"}}}
+    for targets, wanted in ((["attn"], {"attn"}), ("all-linear", {"attn", "mlp"}), (r".*\.c_fc", {"mlp"})):
+        each = trainer(tmp_path, sharded=given, optim_target_modules=targets)
+        groups = {group["optimizer"]: group["params"] for group in each.create_optimizer().param_groups}
+        names = {p: name for name, p in each.sharded_model.named_parameters()}
+        assert {names[p].split(".")[-3] for p in groups["Muon"]} == wanted
+        each.sharded_model.close()
+    with pytest.raises(ConfigError, match=r"optim_target_modules=\['conv'\]\) names no module"):
+        trainer(tmp_path, sharded=given, optim_target_modules=["conv"]).create_optimizer()
+
+
+def _split(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".h." in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or ".h." not in name]
+    return [torch.optim.Muon(matrices, lr=0.02), HybridAdam(rest, lr=1e-2)]
+
+
+class Factory:
+    """What the Trainer takes for optimizers that look at the model."""
+
+    def __call__(self, model: torch.nn.Module) -> Any:
+        return _split(model)
+
+
+def test_several_optimizers_are_given_as_a_list_or_made_by_a_factory(tmp_path: Path) -> None:
+    """They are one, and train and go on as two of a plain model do, clipped together."""
+    model = gpt2()
+    given = _split(model)
+    constant = torch.optim.lr_scheduler.LambdaLR(given[0], lambda _: 1.0)
+    runs = [
+        trainer(tmp_path, model, optimizers=(given, constant)),
+        trainer(tmp_path, optimizer_cls_and_kwargs=(Factory, {}), lr_scheduler_type="constant", warmup_steps=0),
+    ]
+    seen = Recorded(runs[0].model)
+    for each in runs:
+        each.train()
+        assert [group["optimizer"] for group in each.optimizer.param_groups] == ["Muon", "HybridAdam"]
+    plain = gpt2()
+    optimizers = _split(plain)
+    for number, batch in enumerate(seen.batches):
+        plain(**batch).loss.backward()  # the Trainer divides by the tokens of a step
+        if number % 2 == 1:
+            gemini.clip_grad_norm_(plain.parameters(), 0.5)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for each in runs:
+        assert_same(weights_of(each.sharded_model), weights_of(plain))
 
 
 @pytest.mark.soak

@@ -71,13 +71,41 @@ def test_muon_beside_adam_trains_as_on_the_plain_model(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["cuda", "cpu", "smallest"])
-@pytest.mark.parametrize("make", ["moonlight", "adafactor", "transformers", "lamb", "whitened"])
+@pytest.mark.parametrize("make", ["moonlight", "experts", "adafactor", "transformers", "lamb", "whitened"])
 @on_ranks(1, 2, soak=(3, 4))
 def test_any_optimizer_of_whole_tensors_trains_as_on_the_plain_model(
     rank: int, world_size: int, make: str, place: str
 ) -> None:
     """Factors by row and column, a norm of a tensor, a buffer of another shape than its weight."""
     train_beside_plain(rank, world_size, wrapped(place), make, 0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}], ids=str)
+def test_experts_in_one_tensor_have_the_bits_of_torchs_muon_on_each_matrix(options: dict[str, Any]) -> None:
+    """On a plain model, also with experts whose memory is transposed, and from a state dict on."""
+    experts = torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(1))
+    stacks = [nn.Parameter(experts.clone()), nn.Parameter(experts.transpose(1, 2).contiguous().transpose(1, 2))]
+    alone = [[nn.Parameter(each.clone()) for each in experts] for _ in stacks]
+    ours = gemini.Muon([{"params": stacks, "lr": 0.03}], weight_decay=0.2, **options)
+    torchs = torch.optim.Muon([p for its in alone for p in its], lr=0.03, weight_decay=0.2, **options)
+    for step in range(3):
+        for stack, its in zip(stacks, alone, strict=True):
+            stack.grad = torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(step))
+            for matrix, grad in zip(its, stack.grad, strict=True):
+                matrix.grad = grad.clone()
+        ours.step()
+        torchs.step()
+        again = gemini.Muon(stacks, lr=1.0)
+        again.load_state_dict(ours.state_dict())
+        ours = again
+    for stack, its in zip(stacks, alone, strict=True):
+        assert torch.equal(stack, torch.stack([*its]))
+        buffers = [torchs.state[matrix]["momentum_buffer"] for matrix in its]
+        assert torch.equal(ours.state[stack]["momentum_buffer"], torch.stack(buffers))
+    with pytest.raises(ValueError, match=r"found a parameter of shape \(4,\): give it to another optimizer"):
+        gemini.Muon([nn.Parameter(torch.ones(4))])
+    with pytest.raises(ValueError, match="Learning rate should be >= 0"):
+        gemini.Muon(stacks, lr=-1.0)
 
 
 @on_ranks(1, 2, soak=(4,))
@@ -274,6 +302,50 @@ def test_states_read_and_written_by_parameter_count() -> None:
     assert not optimizer.state_dict()["state"][1]["momentum_buffer"].any()
     assert torch.equal(gemini.safe_get_full_optimizer_state(weight, "momentum_buffer"), torch.zeros(40, 40))
     train_step(model, optimizer, 0, 1)
+    model.close()
+
+
+@on_ranks(1, 2)
+def test_what_an_optimizer_of_whole_tensors_cannot_step_is_refused_each_time_and_changes_nothing(
+    rank: int, world_size: int
+) -> None:
+    model, plain = wrapped("cpu"), Plain("muon", world_size)
+    optimizer = made_for(model, "muon")
+    muon, adam = optimizer.param_groups
+    bias = adam["params"].pop()
+    muon["params"].append(bias)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"Muon cannot update 'last.bias' of shape \(8,\): Param gradient must be a"
+        ):
+            train_step(model, optimizer, rank, 0)
+    adam["params"].append(muon["params"].pop())
+    for name, bad, words in (("lr", "0.1", "lr='0.1'"), ("ns_steps", None, "it has no 'ns_steps'")):
+        had = muon.pop(name)
+        if bad is not None:
+            muon[name] = bad
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"Muon cannot step with .*{words}"):
+                train_step(model, optimizer, rank, 0)
+        muon[name] = had
+    optimizer.zero_grad()
+    train_step(model, optimizer, rank, 0)
+    plain.step(0)
+    assert_same(weights_of(model), weights_of(plain.model))
+    model.close()
+
+
+def test_states_of_another_shape_are_in_the_state_of_the_optimizer_alone() -> None:
+    model = wrapped("cuda")
+    optimizer = made_for(model, "adafactor")
+    train_step(model, optimizer, 0, 0)
+    weight = model.module.square.weight
+    with pytest.raises(
+        ValueError, match=r"'row_var' of 'square.weight' has another shape .*optimizer.state\[parameter"
+    ):
+        gemini.safe_get_full_optimizer_state(weight, "row_var")
+    optimizer.state[weight]["row_var"] = torch.full((40, 1), 0.5)
+    assert torch.equal(optimizer.state_dict()["state"][5]["row_var"], torch.full((40, 1), 0.5))
     model.close()
 
 

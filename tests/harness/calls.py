@@ -219,11 +219,18 @@ def lines_by_phase(num_layers: int, uses: Iterable[str] = USES, **arguments: Any
 
 
 def growing_phases(num_layers: int, uses: Iterable[str] = USES, **arguments: Any) -> dict[str, Any]:
-    """By phase, functions whose lines grow faster than the layers."""
+    """By phase, functions whose lines grow faster than the layers, twice: what is quadratic goes on growing so.
+
+    Which chunks come to a slot for the first time in a phase depends on how many there are: that grows by leaps.
+    """
     lines_by_phase(4, uses, **_scaled(arguments, 4))  # imports, caches
     few, many = (lines_by_phase(count, uses, **_scaled(arguments, count)) for count in (num_layers, 2 * num_layers))
-    found = {phase: growing(few[phase], many[phase]) for phase in few}
-    return {phase: functions for phase, functions in found.items() if functions}
+    if not any(growing(few[phase], many[phase]) for phase in few):
+        return {}
+    most = lines_by_phase(4 * num_layers, uses, **_scaled(arguments, 4 * num_layers))
+    found = {phase: (growing(few[phase], many[phase]), growing(many[phase], most[phase])) for phase in few}
+    both = {phase: {name: now[name] for name in before if name in now} for phase, (before, now) in found.items()}
+    return {phase: functions for phase, functions in both.items() if functions}
 
 
 def _scaled(arguments: dict[str, Any], num_layers: int) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Recipe:
     reduce_dtype: torch.dtype | None = None  # of what ranks send; None: the gradient's own
     accumulate_dtype: torch.dtype | None = None  # None: at least fp32 when there are several micro-batches
     shard_group: int | None = None  # ranks whose gradients are added first, before the groups' sums; None: all
+    knows_several: bool = False  # groups add up from the first micro-batch on, else from the second on
     concatenated: bool = False  # one forward on the whole batch instead of one a rank: equal up to rounding
     penalty: Callable[[nn.Module], Tensor] | None = None  # added to the loss in the script
     lr_at: Callable[[int], float] | None = None  # a schedule: factor of lr at step 0, 1, …
@@ -236,18 +237,46 @@ class _Accumulator:
         recipe = self.recipe
         total: Grads = {name: None for name, p in self.model.named_parameters() if p.requires_grad}
         losses: list[list[Tensor]] = [[] for _ in range(self.num_ranks)]
+        sums: dict[str, list[Tensor]] = {}
         for micro in range(recipe.accumulation):
             by_rank = [self._backward(step, rank, micro, losses[rank]) for rank in range(self.num_ranks)]
             for name, so_far in total.items():
                 parts = [grads[name] for grads in by_rank]
+                if recipe.shard_group is not None and (micro or recipe.knows_several):
+                    self._add_by_group(sums, name, so_far, parts)
+                    continue
                 grad = reduce_over_ranks(parts, recipe.reduce_dtype, recipe.accumulate_dtype, recipe.shard_group)
                 if grad is None:
                     continue
                 if recipe.accumulation > 1 and recipe.accumulate_dtype is None:
                     grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
                 total[name] = grad if so_far is None else so_far + grad
+        for name, of_groups in sums.items():
+            total[name] = reduce_over_ranks(of_groups)
         self._losses.append(losses)
         return total
+
+    def _add_by_group(
+        self, sums: dict[str, list[Tensor]], name: str, so_far: Tensor | None, parts: Sequence[Tensor | None]
+    ) -> None:
+        """Add the mean of each group to its own sum, which begins with what all groups have."""
+        recipe = self.recipe
+        like = next((part for part in parts if part is not None), None)
+        size = recipe.shard_group
+        assert size is not None
+        if like is None:
+            return
+        for group in range(len(parts) // size):
+            its = [torch.zeros_like(like) if part is None else part for part in parts[group * size :][:size]]
+            grad = reduce_over_ranks(its, recipe.reduce_dtype, recipe.accumulate_dtype)
+            assert grad is not None
+            if recipe.accumulation > 1 and recipe.accumulate_dtype is None:
+                grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            of_groups = sums.setdefault(name, [] if so_far is None else [so_far.clone() for _ in parts[::size]])
+            if len(of_groups) <= group:
+                of_groups.append(grad)
+            else:
+                of_groups[group] += grad
 
     def _backward(self, step: int, rank: int, micro: int, losses: list[Tensor]) -> Grads:
         recipe, model = self.recipe, self.model

@@ -50,8 +50,8 @@ MUTANTS = [
     ),
     Mutant(
         "more ranks are advised than are enough for an optimizer without states",
-        "_least_bytes_at_rest",
-        "question.optim_states",
+        "Question.least_bytes_at_rest",
+        "self.optim_states",
         "2",
         f"{_REFUSALS}::test_fewer_ranks_are_advised_where_the_optimizer_keeps_no_states",
     ),

@@ -13,13 +13,22 @@ MUTANTS = [
     Mutant(
         "tiles of a second micro-batch replace the first one's sum",
         "Reductions._reduce_in_tiles",
-        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), travel=chunk.travel_dtype, "
+        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), layout, "
+        "travel=chunk.travel_dtype, "
         "rest=chunk.gradient_dtype, replaces=is_first, places=self._places, scratch=self._scratch, "
         "communicator=self._communicator)",
-        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), travel=chunk.travel_dtype, "
+        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), layout, "
+        "travel=chunk.travel_dtype, "
         "rest=chunk.gradient_dtype, replaces=True, places=self._places, scratch=self._scratch, "
         "communicator=self._communicator)",
         "tests/features/test_tiled_exchanges.py::test_tiles_change_no_bit",
+    ),
+    Mutant(
+        "a step uses what a group of ranks has added up alone",
+        "Reductions.catch_up",
+        "self.join_replicas()",
+        "pass",
+        "tests/features/test_replicas.py::test_gradients_are_the_mean_of_all_ranks_whatever_comes_between_backwards",
     ),
     Mutant(
         "zeros count as written before they are",

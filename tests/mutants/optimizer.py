@@ -273,7 +273,7 @@ MUTANTS = [
     Mutant(
         "a parameter that moves to another optimizer keeps the states of the first",
         "ChunkOptimizerState.follow_rules",
-        "self.discard(managed)",
+        "self.discard(managed, keeps_average=True)",
         "pass",
         "tests/features/test_several_optimizers.py::test_a_parameter_that_moves_to_another_optimizer_starts_there_from_fresh_state",
     ),

@@ -105,7 +105,7 @@ def test_groups_gather_and_reduce_inside_a_node_and_replicas_go_over_the_network
     assert (group, replicas, Ranks(16, 8).divided(4)) == (Ranks(4, 4), Ranks(2, 1), (Ranks(4, 4), Ranks(4, 2)))
     moves = moves_of(plan_model(line(FP32), Settings(chunk_size=1024, shard_group_size=4), 8))
     alone = moves_of(plan_model(line(FP32), Settings(chunk_size=1024), 4))
-    assert moves == replace(alone, num_replicas=2, replicated_bytes=6 * 256 * (4 + 4))
+    assert moves == replace(alone, num_replicas=2, replicated_bytes=6 * 256 * (4 + 4), num_replicated=6 * 3)
     step, one_group = (
         modelled_step(its, 1.0, 0.0, "float32", RATES, of) for its, of in ((moves, ranks), (alone, group))
     )

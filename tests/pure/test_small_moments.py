@@ -1,16 +1,28 @@
 """Moments of 8 and 16 bits: what a byte means, and that every CPU kernel gives the bits of the reference."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from optim import AdamPiece, adam_scalars, cpu_adam, reference
-from optim.piece import BLOCK
+from optim import AdamPiece, HybridAdam, Spans, adam_scalars, cpu_adam, reference
+from optim.piece import BLOCK, Draws
 from optim.reference import dequantize_, dynamic_map
-from tests.pure.kernels import GRADS, LAYOUTS, LEVELS, copy_of, differing, make_piece, quantized, updated, with_moments
+from tests.pure.kernels import (
+    GRADS,
+    KERNELS,
+    LAYOUTS,
+    LEVELS,
+    copy_of,
+    differing,
+    make_piece,
+    quantized,
+    updated,
+    with_moments,
+)
 
 SMALL = [torch.uint8, torch.bfloat16]
 
@@ -78,7 +90,90 @@ def test_zeros_tiny_and_non_finite_blocks() -> None:
             x = torch.ones(512)
             x[3] = bad
             found = dequantized(*quantized(x, is_signed), is_signed)
-            assert found[:256].isnan().all() and torch.equal(found[256:], x[256:])
+            x[3] = 0.0
+            assert torch.equal(found, x)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_gradient_that_is_not_finite_costs_its_own_element_and_no_other_of_its_block(bad: float, kernel: str) -> None:
+    piece = with_moments(make_piece(700, seed=3), torch.uint8)
+    for at in (3, 300, 699):
+        piece.grad[at] = bad
+    clean = copy_of(piece)
+    clean.grad[[3, 300, 699]] = 0.0
+    found, wide = updated(KERNELS[kernel], piece), updated(KERNELS["reference"], in_fp32(piece))
+    # As with fp32 moments NaN gradients make their own weights NaN. The square of the largest one is infinite, which
+    # divides by it: the weight stays.
+    assert torch.equal(found.weight.isnan(), wide.weight.isnan())
+    assert found.weight.isnan().sum() == (0 if bad == 1e30 else 3)
+    assert found.exp_avg_scale is not None and found.exp_avg_sq_scale is not None
+    for codes, scales, is_signed in (
+        (found.exp_avg, found.exp_avg_scale, True),
+        (found.exp_avg_sq, found.exp_avg_sq_scale, False),
+    ):
+        assert dequantized(codes, scales, is_signed).isfinite().all()
+        assert not codes[[3, 300, 699]].any()
+    others = [at for at in range(700) if at not in (3, 300, 699)]
+    assert torch.equal(found.weight[others], updated(KERNELS[kernel], clean).weight[others])
+
+
+def in_fp32(piece: AdamPiece) -> AdamPiece:
+    assert piece.exp_avg_scale is not None and piece.exp_avg_sq_scale is not None
+    first = dequantized(piece.exp_avg, piece.exp_avg_scale, True)
+    second = dequantized(piece.exp_avg_sq, piece.exp_avg_sq_scale, False)
+    return piece._replace(exp_avg=first, exp_avg_sq=second, exp_avg_scale=None, exp_avg_sq_scale=None)
+
+
+@pytest.mark.skipif(not LEVELS, reason="gemini was installed without its CPU kernels")
+@pytest.mark.parametrize("scale", [1.0, -1.0, 0.37, -3e-39])
+def test_every_byte_means_the_number_of_the_map(scale: float, level: str) -> None:
+    byte = torch.arange(256).to(torch.uint8)
+    scales = torch.tensor([scale])
+    zeros = torch.zeros(256)
+    # A step from zero, whose length is a first moment, and one whose length is divided by the root of a second one.
+    for first, second in ((byte, torch.full_like(byte, 200)), (torch.full_like(byte, 77), byte)):
+        piece = AdamPiece(zeros, zeros, first, second, None, None, None, scales, scales.abs())
+        options: dict[str, Any] = {"betas": (0.5, 0.5), "step": 1, "weight_decay": 0.0, "eps": 1e-3}
+        expected = updated(reference.update, piece, **options)
+        assert scale == -3e-39 or expected.weight.unique().numel() > 120
+        assert differing(updated(partial(cpu_adam.update, level=level), piece, **options), expected) == []
+
+
+@pytest.mark.skipif(not LEVELS, reason="gemini was installed without its CPU kernels")
+def test_the_numbers_beside_every_middle_between_two_are_rounded_as_in_the_reference(level: str) -> None:
+    middles = []
+    for is_signed in (True, False):
+        entries = dynamic_map(is_signed).entries.sort().values.double()
+        between = (entries[1:] + entries[:-1]) / 2
+        middles.append(between if is_signed else between.sqrt())  # a second moment is the square of the gradient
+        middles.append(torch.tensor([*dynamic_map(is_signed).borders[1:]], dtype=torch.float64))
+    near = [torch.cat(middles).float()]
+    for direction in (torch.inf, -torch.inf):
+        for _ in range(6):
+            near.append(torch.nextafter(near[-1], torch.tensor(direction)))
+        near.append(near[0])
+    rows = torch.cat([*near, -torch.cat(near)])
+    # Each block's scale is its first element, 1.
+    rows = torch.nn.functional.pad(rows, (0, -rows.numel() % 255)).view(-1, 255)
+    grad = torch.cat([torch.ones(len(rows), 1), rows], dim=1).flatten()
+    piece = with_moments(make_piece(grad.numel()), torch.uint8)._replace(grad=grad)
+    for inv_scale in (1.0, 0.7, 2.0**-70):
+        options: dict[str, Any] = {"betas": (0.0, 0.0), "inv_scale": inv_scale}
+        expected = updated(reference.update, piece, **options)
+        assert differing(updated(partial(cpu_adam.update, level=level), piece, **options), expected) == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_block_of_denormals_is_updated_as_such(kernel: str) -> None:
+    piece = make_piece(256, seed=5)._replace(exp_avg=torch.full((256,), 1e-44), exp_avg_sq=torch.full((256,), 3e-45))
+    piece = with_moments(piece._replace(grad=torch.full((256,), 1e-42)), torch.uint8)
+    for step in range(1, 6):
+        KERNELS[kernel]([piece], adam_scalars(step=step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0))
+        assert piece.exp_avg_scale is not None and piece.exp_avg_sq_scale is not None
+        for values in (in_fp32(piece).exp_avg, in_fp32(piece).exp_avg_sq, piece.weight):
+            assert values.isfinite().all()
+    assert (in_fp32(piece).exp_avg > 1e-43).all()
 
 
 def test_a_second_moment_above_zero_stays_above_zero() -> None:
@@ -140,6 +235,73 @@ def test_pieces_of_all_formats_in_one_call(num_threads: int) -> None:
     cpu_adam.update(ours, scalars, num_threads=num_threads)
     reference.update(theirs, scalars)
     assert [differing(a, b) for a, b in zip(ours, theirs)] == [[]] * len(sizes)
+
+
+@pytest.mark.skipif(not LEVELS, reason="gemini was installed without its CPU kernels")
+@pytest.mark.parametrize("kind", ["random", "special", "bits"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_kernel_rounds_with_the_random_numbers_of_the_reference(layout: str, kind: str, level: str) -> None:
+    def kernel(pieces: list[AdamPiece], scalars: Any) -> None:
+        cpu_adam.update(pieces, scalars, level=level, num_threads=3)
+
+    for numel, first, step in ((1, 0, 1), (257, 2**32 - 100, 2), (70_001, 2**33 + 512, 10**6)):
+        draws = Draws(reference.key_of_draws(7, step), first)
+        for spans in (None, Spans([(0, 1), (numel // 2, numel // 3)])):
+            piece = with_moments(make_piece(numel, layout, kind=kind, seed=numel), torch.bfloat16)
+            piece = piece._replace(draws=draws, spans=spans)
+            assert differing(updated(kernel, piece), updated(reference.update, piece)) == []
+
+
+def test_stochastic_rounding_has_the_mean_of_what_it_rounds_and_keeps_what_needs_none() -> None:
+    values = torch.tensor([1.0 + 1e-3, -2.0 - 5e-3, 3.0, 0.0, -0.0, 1e-40, math.inf, -math.inf, math.nan])
+    total = torch.zeros(len(values), 400, dtype=torch.float64)
+    for step in range(100):
+        drawn = reference.draws_of(Draws(reference.key_of_draws(0, step), 0), 400, torch.device("cpu"))
+        for half in (drawn & 0xFFFF, drawn >> 16):
+            out = torch.empty(len(values), 400, dtype=torch.bfloat16)
+            wide = values.repeat_interleave(400)
+            reference.to_bfloat16_drawn_(out.view(-1), wide, half.repeat(len(values)))
+            assert out[2:5].float().eq(values[2:5, None]).all()
+            assert out[6:8].float().eq(values[6:8, None]).all() and (out[8].view(torch.int16) == 0x7FC0).all()
+            assert out[4].signbit().all()
+            total += out.double()
+    # 80,000 numbers, of which each is wrong by less than 2**-7 of its value.
+    assert ((total.mean(1) / 200 - values.double())[:2].abs() < 1e-4 * values[:2].abs()).all()
+    assert abs(float(total[5].mean()) / 200 / 1e-40 - 1) < 0.02
+
+
+def test_random_numbers_differ_by_seed_step_place_and_moment() -> None:
+    def bits(seed: int, step: int, first: int = 0) -> Tensor:
+        drawn = reference.draws_of(Draws(reference.key_of_draws(seed, step), first), 4096, torch.device("cpu"))
+        return (drawn[:, None] >> torch.arange(32)) & 1
+
+    base = bits(0, 1)
+    assert torch.equal(bits(0, 1, 100)[:-100], base[100:])
+    # Of 131,072 bits each is set half of the time, whatever another one is: five standard deviations.
+    for other in (
+        bits(0, 2),
+        bits(1, 1),
+        bits(1, 0),
+        bits(0, 1, 1),
+        bits(0, 1, 2**31),
+        base.roll(16, 1),
+        base.roll(1, 1),
+    ):
+        assert abs(float((other ^ base).double().mean()) - 0.5) < 0.007
+        assert abs(float(other.double().mean()) - 0.5) < 0.007
+
+
+def test_a_second_moment_moves_with_stochastic_rounding_where_the_nearest_number_stands_still() -> None:
+    ends = {}
+    for kind in (torch.float32, torch.bfloat16, "bf16_stochastic"):
+        weight = torch.nn.Parameter(torch.zeros(8192))
+        optimizer = HybridAdam([weight], lr=1e-3, state_dtype=kind)
+        for step in range(400):
+            weight.grad = torch.full_like(weight, 1.0 if step < 10 else 0.5)
+            optimizer.step()
+        ends[kind] = float(optimizer.state_dict()["state"][0]["exp_avg_sq"].mean())
+    assert ends["bf16_stochastic"] == pytest.approx(ends[torch.float32], rel=2e-3)
+    assert ends[torch.bfloat16] != pytest.approx(ends[torch.float32], rel=2e-2)
 
 
 def test_a_piece_of_8_bit_moments_is_cut_between_blocks_only() -> None:

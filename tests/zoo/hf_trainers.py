@@ -91,7 +91,16 @@ def trainer(folder: str | Path, model: Any = None, kind: Any = Trainer, sharded:
     return kind(model if "model_init" in its else (model or gpt2()), args, **given)
 
 
-KEPT = ("model_init", "callbacks", "compute_metrics", "optimizers", "processing_class", "train_dataset", "eval_dataset")
+KEPT = (
+    "model_init",
+    "callbacks",
+    "compute_metrics",
+    "optimizers",
+    "optimizer_cls_and_kwargs",
+    "processing_class",
+    "train_dataset",
+    "eval_dataset",
+)
 
 
 def logged(trainer: Any, name: str = "loss") -> Losses:

@@ -227,7 +227,13 @@ def add_a_group(walk: Walk) -> None:
     if not walk.has_extra:
         walk.has_extra = True
         extra = ["extra.weight", "extra.bias"]
-        walk.both(lambda model, its: its.add_param_group({"params": [of(model, name) for name in extra], "lr": 3e-3}))
+        its_optimizer = {key: its for key, its in walk.optimizer.param_groups[-1].items() if key == "optimizer"}
+
+        def do(model: Any, optimizer: Any) -> None:
+            parameters = [of(model, name) for name in extra]
+            optimizer.add_param_group({"params": parameters, "lr": 3e-3, **its_optimizer})
+
+        walk.both(do)
 
 
 @operation()

@@ -58,6 +58,13 @@ def muon_and_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=0.05), gemini.HybridAdam(rest, lr=1e-2, weight_decay=0.01)]
 
 
+def muon_of_experts(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon of matrices and of experts in one tensor; the rest is Adam's."""
+    stacks = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    return [gemini.Muon(stacks, lr=0.05, weight_decay=0.1), gemini.HybridAdam(rest, lr=1e-2, weight_decay=0.01)]
+
+
 def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices, rest = matrices_and_rest(model)
     moonlight = torch.optim.Muon(matrices, lr=0.01, adjust_lr_fn="match_rms_adamw", nesterov=False)
@@ -131,6 +138,7 @@ def whitened(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 MAKES: dict[str, Makes] = {
     "muon": muon_and_adam,
+    "experts": muon_of_experts,
     "moonlight": muon_and_adamw,
     "adafactor": adafactor,
     "transformers": transformers_adafactor,

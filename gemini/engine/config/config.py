@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, TypeVar
 
@@ -131,17 +131,21 @@ class OptimizerConfig(Named):
         return self.type.lower() == "muon"
 
     def make(
-        self, parameters: Iterable[Any], names: Mapping[Tensor, str] | None = None
+        self,
+        parameters: Iterable[Any],
+        names: Mapping[Tensor, str] | None = None,
+        among: Collection[Tensor] | None = None,
     ) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
         """The optimizer of these parameters or param groups; of Muon a list of two. Raises ValueError for arguments.
 
-        names: of the parameters in the model, by which Muon's are told from those of the Adam beside it.
+        names: of the parameters in the model, by which Muon's are told from those of the Adam beside it. among: those
+            that Muon may update; None: all.
         """
         if self.is_muon:
             for name, value in self.params.items():
                 _refuse_text(name, value)
             try:
-                return muon_beside_adam(parameters, self.params, names or {})
+                return muon_beside_adam(parameters, self.params, names or {}, among)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"params are not valid for Muon: {error}") from error
         # Case does not count, as for DeepSpeed's own optimizers.

@@ -18,7 +18,8 @@ from torch import nn
 
 from gemini.engine.config.read import KeyPath, Problem, nearest, problems_of, unknown_key
 from gemini.placement.policies import FRACTIONS
-from gemini.settings import COUNTS, DTYPES, QUANTIZED, Settings
+from gemini.settings import COUNTS, QUANTIZED, Settings
+from gemini.settings import dtype_named as dtype_of_name
 
 # -- The arguments of `ShardedModel` as fields of a config: names for dtypes and classes, and the checks of `Settings`.
 
@@ -27,10 +28,10 @@ def dtype_named(value: Any) -> Any:
     """A dtype by its name; what is not a string is left alone. Raises ValueError for an unknown name."""
     if not isinstance(value, str):
         return value
-    name = value.removeprefix("torch.").lower()
-    if name not in DTYPES:
+    found = dtype_of_name(value)
+    if found is None:
         raise ValueError(f"{value!r} is no dtype; write one of fp32, fp16, bf16, fp64")
-    return DTYPES[name]
+    return found
 
 
 def module_named(key: Any) -> Any:

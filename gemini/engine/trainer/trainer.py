@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +21,7 @@ from gemini.engine.trainer.checkpoints import Position, Together
 from gemini.engine.trainer.hooks import Hook, LearningRate, Metrics, Outcome, forward, moved, run
 from gemini.errors import BudgetError, GeminiError, RemoteRankError, UnsupportedError
 from gemini.log import get_dist_logger
-from gemini.placement.demand import Tier
+from gemini.placement.demand import Tier, format_bytes
 from gemini.progress import the_only_bar
 from gemini.settings import check_count
 
@@ -300,7 +301,7 @@ class Trainer:
         test_dataloader: Iterable[Any] | None = None,
         test_interval: int = 1,
         hooks: Sequence[Hook] | None = None,
-        display_progress: bool = False,
+        display_progress: bool | None = None,
     ) -> None:
         """Train. Collective.
 
@@ -323,7 +324,8 @@ class Trainer:
             test_dataloader: for an evaluation after every `test_interval` epochs, and after the last.
             test_interval: epochs.
             hooks: called in the order of their `priority`, then of this list.
-            display_progress: whether rank 0 shows a progress bar.
+            display_progress: whether rank 0 shows a bar: steps, times, its loss, what hooks measure, and the model's
+                bytes on the device. None: where its output is a terminal.
 
         Raises ValueError for numbers that are not valid, GeminiError if any rank's loader is empty, and what the model,
         its criterion or a hook raises; the other ranks then raise RemoteRankError.
@@ -392,7 +394,7 @@ class Trainer:
             self._window.step()
             if steps:
                 self._tell("after_step")
-                advance(self.metrics)
+                advance(outcome)
                 if last_step is not None and engine.global_steps >= last_step:
                     break
         # A signal before the first micro-batch also ends the epoch without a batch, and is no error of the loader's.
@@ -404,7 +406,7 @@ class Trainer:
         if (is_last or stops) and engine.is_window_open():
             self._window.step(last=True)
             self._tell("after_step")
-            advance(self.metrics)
+            advance()
         self._tell("after_epoch")
         return stops or (last_step is not None and engine.global_steps >= last_step)
 
@@ -412,7 +414,7 @@ class Trainer:
         self,
         test_dataloader: Iterable[Any],
         hooks: Sequence[Hook] | None = None,
-        display_progress: bool = False,
+        display_progress: bool | None = None,
     ) -> dict[str, float]:
         """Run forwards without gradients over a loader; returns the metrics that hooks made of them. Collective.
 
@@ -444,7 +446,7 @@ class Trainer:
                 num_batches += 1
                 self._tell("after_test_batch", batch, run(self.engine, batch))
                 if advance is not None:
-                    advance(self.metrics)
+                    advance()
         if num_batches == 0 and not self._stops():
             raise GeminiError("the test loader of a rank is empty: every rank needs a batch")
         self._tell("after_test")
@@ -504,11 +506,11 @@ class Trainer:
         return self._together.agree(has_batch=True)[1]
 
     @contextmanager
-    def _bar(self, shows: bool, what: str, total: int | None) -> Iterator[Any]:
-        """Yields what is called with the metrics after every step."""
+    def _bar(self, shows: bool | None, what: str, total: int | None) -> Iterator[Any]:
+        """Yields what is called after every step, with the outcome of its last micro-batch where there is one."""
         # Ranks of one terminal would overwrite each other's bars.
-        if not shows or self.engine.model.rank != 0:
-            yield lambda metrics: None
+        if not (sys.stdout.isatty() if shows is None else shows) or self.engine.model.rank != 0:
+            yield lambda outcome=None: None
             return
         columns = (TextColumn(what), BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         # In a narrow terminal the metrics go on in the next line. Otherwise rich cuts off the other columns first.
@@ -517,16 +519,28 @@ class Trainer:
             task = progress.add_task(what, total=total, words="")
             shown_at = float("-inf")
 
-            def advance(metrics: Mapping[str, float]) -> None:
-                nonlocal shown_at
+            loss: Tensor | None = None
+
+            def advance(outcome: Outcome | None = None) -> None:
+                nonlocal shown_at, loss
                 progress.advance(task)
+                if outcome is not None and outcome.loss is not None:
+                    loss = outcome.loss.detach()
                 if time.monotonic() - shown_at >= _SHOWN_EVERY_S:
-                    progress.update(task, words=_in_words(metrics))
+                    progress.update(task, words=self._in_words(loss))
                     shown_at = time.monotonic()
 
             yield advance
             # The bar ends with the last step's numbers, which may have come too soon after those that it shows.
-            progress.update(task, words=_in_words(self.metrics))
+            progress.update(task, words=self._in_words(loss))
+
+    def _in_words(self, loss: Tensor | None) -> str:
+        """The metrics of hooks, or this rank's last loss, and the bytes of model data on the device."""
+        words = [f"{name} {value:.4g}" for name, value in self.metrics.items() if not name.endswith("_bytes")]
+        if loss is not None and "loss" not in self.metrics:
+            words.insert(0, f"loss {float(loss.mean()):.4g}")
+        memory = self.engine.chunk_manager.memory
+        return "  ".join([*words, f"device {format_bytes(memory.device.ledger.total_bytes)}"])
 
 
 def _in_order(hooks: Iterable[Any]) -> list[Hook]:
@@ -536,10 +550,6 @@ def _in_order(hooks: Iterable[Any]) -> list[Hook]:
             name = f"the class {hook.__name__}: make one" if isinstance(hook, type) else repr(hook)
             raise TypeError(f"hooks must be objects of classes of gemini.engine.trainer.Hook, found {name}")
     return sorted(hooks, key=lambda hook: hook.priority)
-
-
-def _in_words(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if not name.endswith("_bytes"))
 
 
 def _total_steps(loader: Any, epochs: int, window: int, max_steps: int | None) -> int | None:
