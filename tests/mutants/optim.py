@@ -59,11 +59,4 @@ MUTANTS = [
         "torch.zeros_like(part.exp_avg, dtype=torch.bool)",
         "tests/pure/test_small_moments.py::test_a_gradient_that_is_not_finite_costs_its_own_element_and_no_other_of_its_block",
     ),
-    Mutant(
-        "tensors of one format are joined across one that has no such state",
-        "StateLayout.of",
-        "its == before",
-        "bool(parts) and its == parts[-1].format",
-        "tests/features/test_state_formats.py::test_each_tensor_takes_the_bytes_of_its_own_format_and_the_plan_counts_them",
-    ),
 ]
