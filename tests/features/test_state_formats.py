@@ -248,9 +248,10 @@ def test_each_tensor_takes_the_bytes_of_its_own_format_and_the_plan_counts_them(
             planned = model.plan.placement.bytes_by_kind(model.plan.demand, Tier.HOST)[Kind.OPTIM]
             assert held == planned
             of_average = 0 if ema is None else 4
-            # Small vectors are fp32, and chunks and shards end in paddings.
+            # Small vectors are fp32, chunks end in paddings, and of two ranks' shards the larger one counts.
             wanted = others * of_others + (elements - others) * of_rest + elements * of_average
-            assert held * world_size < wanted + 30_000
+            slack = 30_000 if world_size > 1 else 13_000 if ema is None else 19_500
+            assert held * world_size < wanted + slack
             model.close()
 
 

@@ -41,8 +41,22 @@ MUTANTS = [
     Mutant(
         "embeddings have moments of 8 bits",
         "format_of_tensor",
-        "is_embedding and bits is None",
+        "wanted == EIGHT_BIT and is_embedding and bits is None",
         "False",
         "tests/features/test_small_states.py",
+    ),
+    Mutant(
+        "random numbers are drawn by the place in the shard",
+        "StateLayout.stored",
+        "part.place + before",
+        "first",
+        "tests/features/test_small_states.py::test_stochastic_rounding_draws_the_same_numbers_anywhere",
+    ),
+    Mutant(
+        "a moment that is not finite has the scale of its block",
+        "_store_moments",
+        "~(part.exp_avg.isfinite() & part.exp_avg_sq.isfinite())",
+        "torch.zeros_like(part.exp_avg, dtype=torch.bool)",
+        "tests/pure/test_small_moments.py::test_a_gradient_that_is_not_finite_costs_its_own_element_and_no_other_of_its_block",
     ),
 ]
