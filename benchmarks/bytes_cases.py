@@ -65,14 +65,22 @@ def _together() -> None:
 
 
 def ours(
-    rank: int, world_size: int, num_layers: int, width: int, placement: str, smallest_budget: bool
+    rank: int,
+    world_size: int,
+    num_layers: int,
+    width: int,
+    placement: str,
+    smallest_budget: bool,
+    optimizer: str = "adam",
 ) -> dict[str, Any]:
-    """bf16 weights, HybridAdam, stage 3, clipping on, so that gradients must be held.
+    """bf16 weights, stage 3, clipping on, so that gradients must be held; and the bytes that the plan counts.
 
     Without a budget the device keeps what it has room for: a copy of every weight, gathered. With the smallest one that
     is accepted it keeps what must be there. The budget is set; what is measured does not depend on it being kept.
+    optimizer: HybridAdam with fp32 moments, with "8bit" ones, or "muon" of the matrices beside it.
     """
-    from gemini import Settings, ShardedModel, ShardedOptimizer, estimate_memory
+    from gemini import Muon, Settings, ShardedModel, ShardedOptimizer, estimate_memory
+    from gemini.placement.demand import Kind, Tier
     from optim import HybridAdam
 
     module = build(num_layers, width, torch.bfloat16)
@@ -81,15 +89,28 @@ def ours(
         tensor_placement_policy=placement,
         chunk_size=num_parameters(2, width),  # the same at every size of the model, and with it slots and scratch
     )
-    least = estimate_memory(module, settings=settings).plan.minimum_bytes if smallest_budget else None
+    least = (
+        estimate_memory(module, world_size=world_size, settings=settings).plan.minimum_bytes
+        if smallest_budget
+        else None
+    )
     model = ShardedModel(module, settings=settings, model_data_memory=least)
-    optimizer = ShardedOptimizer(model, HybridAdam(model.parameters(), lr=LEARNING_RATE), clip_grad_norm=1.0)
+    by_dim: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for parameter in model.parameters():
+        by_dim[optimizer == "muon" and parameter.ndim == 2].append(parameter)
+    of_rest, of_matrices = by_dim
+    adam = HybridAdam(of_rest, lr=LEARNING_RATE, state_dtype="8bit" if optimizer == "8bit" else None)
+    given = [Muon(of_matrices, lr=LEARNING_RATE), adam] if of_matrices else adam
+    sharded = ShardedOptimizer(model, given, clip_grad_norm=1.0)
 
     def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
+        sharded.step()
+        sharded.zero_grad()
 
-    return moments(lambda: optimizer.backward(loss_of(model, width, torch.bfloat16)), step)
+    found = moments(lambda: sharded.backward(loss_of(model, width, torch.bfloat16)), step)
+    placement_of, demand = model.plan.placement, model.plan.demand
+    planned = sum(placement_of.bytes_by_kind(demand, tier)[kind] for tier in Tier for kind in Kind)
+    return {**found, "planned": planned}
 
 
 def fsdp2(rank: int, world_size: int, num_layers: int, width: int) -> dict[str, Any]:

@@ -59,6 +59,16 @@ SYSTEMS = (
         for num_ranks in (1, 2)
         for placement in ("cpu", "cuda")
     ),
+    *(
+        System(
+            f"ours, placement cpu, smallest budget, {optimizer}",
+            "ours",
+            num_ranks,
+            {"placement": "cpu", "smallest_budget": True, "optimizer": optimizer},
+        )
+        for optimizer in ("8bit", "muon")
+        for num_ranks in (1, 2)
+    ),
     System("FSDP2, CPU offload", "fsdp2", 2, {}),
     System("DeepSpeed ZeRO-3, CPU offload", "deepspeed", 2, {}),
 )

@@ -198,7 +198,11 @@ def test_deepspeed_that_is_not_there_fails_with_its_message(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(  # activations count 0.1 bytes in layers as small as these
     ("only", "least", "most"),
-    [("cuda, smallest budget, 1 rank", 13.9, 14.2), ("FSDP2", 15.9, 16.1)],
+    [
+        ("cuda, smallest budget, 1 rank", 13.9, 14.2),
+        ("cpu, smallest budget, 8bit, 1 rank", 8.0, 8.3),  # biases have fp32 moments
+        ("FSDP2", 15.9, 16.1),
+    ],
 )
 @pytest.mark.soak
 def test_bytes_per_parameter_are_measured(tmp_path: Path, only: str, least: float, most: float) -> None:
@@ -208,6 +212,11 @@ def test_bytes_per_parameter_are_measured(tmp_path: Path, only: str, least: floa
     (system,) = json.loads(path.read_text())["systems"]
     assert least <= system["lines"]["held"]["storages"]["bytes_per_parameter"] <= most
     assert system["sizes"][0]["held"]["resident"] > system["sizes"][0]["held"]["storages"]
+    if "planned" in system["sizes"][0]["by_rank"][0]:
+        numels = [size["num_parameters"] for size in system["sizes"]]
+        planned = Line.through(numels, [sum(rank["planned"] for rank in size["by_rank"]) for size in system["sizes"]])
+        found = system["lines"]["held"]["storages"]["bytes_per_parameter"]
+        assert planned.bytes_per_parameter == pytest.approx(found, rel=0.01)
 
 
 @pytest.mark.soak

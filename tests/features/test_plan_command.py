@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from gemini import FreeBytes, Settings, ShardedModel, ShardedOptimizer, plan_model, specs_of
 from gemini.cli.app import app
 from gemini.model.workload import workload_of
-from gemini.placement.demand import Tier, parse_bytes
+from gemini.placement.demand import Kind, Tier, parse_bytes
 from gemini.placement.machines import MACHINES
 from optim import HybridAdam
 from tests.zoo.mlp import Mlp
@@ -121,6 +121,61 @@ def test_the_plan_is_that_of_an_optimizer_of_whole_tensors(name: str) -> None:
         ShardedOptimizer(model, its if name == "muon" else torch.optim.Adafactor(model.parameters()))
     for tier in Tier:
         assert found[tier.value] == model.plan.placement.bytes_by_kind(model.plan.demand, tier)
+
+
+class Wide(torch.nn.Sequential):
+    """Matrices of 65,536 elements, without biases, so that Muon beside Adam keeps one state of them."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(*(torch.nn.Linear(256, 256, bias=False) for _ in range(layers)))
+
+
+class Wider(Wide):
+    """Three times as many."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+
+
+_OF_PARAMETERS = ("param", "grad", "master", "optim")
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("8bit", 8.03), ("muon", 10.0)])
+def test_bytes_of_a_parameter_by_slope_are_those_that_the_command_says(name: str, wanted: float) -> None:
+    """Of two sizes: those of the plan before there is a model, and those that a training has taken."""
+    planned, held = [], []
+    for size in (Wide, Wider):
+        options = ("--ranks", "1", "--device-memory", "8MiB", "--host-memory", "64MiB", "--dtype", "bf16")
+        found = asked(f"{__name__}:{size.__name__}", *options, "--optimizer", name)
+        planned.append(sum(found[tier.value].get(kind, 0) for tier in Tier for kind in _OF_PARAMETERS))
+        model = ShardedModel(size(), device="emulated", **{**found["wrap_with"], "dtype": torch.bfloat16})
+        parameters = model.parameters()
+        optimizer = ShardedOptimizer(
+            model, torch.optim.Muon(parameters) if name == "muon" else HybridAdam(parameters, state_dtype=name)
+        )
+        model(torch.ones(4, 256, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        ledgers = model.chunk_manager.memory.device.ledger, model.chunk_manager.memory.host.ledger
+        held.append(sum(each.bytes_by_kind[kind] for each in ledgers for kind in Kind if kind in _OF_PARAMETERS))
+        model.close()
+    numel = 8 * 65536
+    assert (held[1] - held[0]) / numel == pytest.approx((planned[1] - planned[0]) / numel, rel=0.01)
+    assert (held[1] - held[0]) / numel == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.soak
+def test_thirty_billion_parameters_with_8_bit_moments_fit_a_device_of_139_gib_and_112_gib_of_host(
+    tmp_path: Path,
+) -> None:
+    sizes = {"num_hidden_layers": 64, "hidden_size": 6144, "intermediate_size": 16384, "num_attention_heads": 48}
+    config = transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"], max_position_embeddings=4096)
+    config.save_pretrained(tmp_path)
+    machine = ("--ranks", "1", "--device-memory", "139GiB", "--host-memory", "112GiB", "--rates", "none")
+    options = (str(tmp_path), *machine, "--dtype", "bf16", "--activation-checkpointing", "--sequence-length", "4096")
+    found = asked(*options, "--optimizer", "8bit")
+    assert found["fits"] and found["parameters"] == 29_385_037_824
+    moments = found["device"]["optim"] + found["host"]["optim"]
+    assert moments / found["parameters"] == pytest.approx(2 + 1 / 32, rel=0.03), "embeddings have fp32 ones"
 
 
 def test_an_optimizer_of_another_name_is_refused_with_the_names() -> None:
