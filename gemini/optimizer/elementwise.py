@@ -13,6 +13,7 @@ from torch import Tensor
 from gemini.errors import UnsupportedError
 from gemini.optimizer.given import kind_of
 from gemini.optimizer.shards import EntryNames, GradientFactors, Run, RunUpdate
+from gemini.optimizer.worker import Worker
 from gemini.runtime.chunk import ManagedParameter
 from optim import (
     FP32,
@@ -170,8 +171,12 @@ class TorchUpdate:
         # AdamW has a default that its constructor does not take: `decoupled_weight_decay`.
         settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
         self._make = lambda parameter: kind([parameter], **settings)
-        self._worker = self._make(torch.zeros(1, device="cpu"))
-        self._starts_with_state = bool(self._worker.state)  # Adagrad creates its state in the constructor
+        # Those of torch have all that counts in their groups. None: it is one of them.
+        self._copy = None if kind in TESTED else Worker(optimizer)
+        self._worker = self._make(torch.zeros(1, device="cpu")) if self._copy is None else self._copy.optimizer
+        # Adagrad creates its state in the constructor.
+        self._starts_with_state = bool(optimizer.state if self._copy else self._worker.state)
+        self._tries = False  # what is stepped now is nobody's
 
     def format_of(self, group: Mapping[str, Any], numel: int = 0, is_embedding: bool = False) -> StateFormat:
         """See `AdamUpdate.format_of`: torch's optimizers update fp32 in place."""
@@ -197,7 +202,11 @@ class TorchUpdate:
         first = RunUpdate(Run(0, 0, (), 0), None, torch.zeros(0, device="cpu"), {}, {}, is_new=True)
         # An optimizer that is not on the tested list may draw random numbers, which must not change the user's.
         with torch.random.fork_rng(devices=[]):
-            self.update([first], [group], GradientFactors())
+            self._tries = True
+            try:
+                self.update([first], [group], GradientFactors())
+            finally:
+                self._tries = False
         return first
 
     def temporary_bytes(self, numel: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -229,7 +238,12 @@ class TorchUpdate:
                 # The value is not None, because torch then chooses `foreach` by itself for parameters on a GPU.
                 options = {name: False if name in ("foreach", "fused") else value for name, value in group.items()}
                 worker.param_groups.append({**options, "params": members})
-        worker.step()
+        if self._copy is None:
+            worker.step()
+        elif self._tries:
+            self._copy.trial_step()
+        else:
+            self._copy.step()
         for tile, parameter in zip(tiles, parameters, strict=True):
             for name, value in worker.state.get(parameter, {}).items():
                 # Per-element states have the tile's shape. Everything else, such as a step count of shape (), belongs

@@ -25,7 +25,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -34,8 +33,9 @@ from torch import Tensor, nn
 
 from gemini.errors import UnsupportedError
 from gemini.optimizer.elementwise import settings_in_words
-from gemini.optimizer.given import GivenOptimizer, kind_of
+from gemini.optimizer.given import kind_of
 from gemini.optimizer.shards import EntryNames, GradientFactors, Made, RunUpdate
+from gemini.optimizer.worker import Worker
 from gemini.placement.owners import owners, work_of
 from gemini.ranks.communicator import Communicator
 from gemini.runtime.chunk import Chunk, ManagedParameter
@@ -60,7 +60,8 @@ def per_tensor(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
     torch's Muon and Adafactor and transformers' Adafactor are known without it. For a class of your own it is a
     promise: the update of a parameter depends on its own gradient, weight and state alone, the state is all in
-    `optimizer.state[parameter]`, and `step()` needs no closure. Local.
+    `optimizer.state[parameter]`, and `step()` needs no closure. One that counts steps in an attribute or in a param
+    group is refused; attributes that the script sets count from the next step on. Local.
 
     Args:
         optimizer: of the parameters of a `ShardedModel`, before `ShardedOptimizer` is made of it.
@@ -152,10 +153,8 @@ class WholeTensorUpdate:
         self._kind = kind = kind_of(optimizer)
         self._is_known = _full_name(kind) in _KNOWN
         self.always_has = ("momentum_buffer",) if _full_name(kind) in _MUON else None
-        # A copy of the user's object and not another of its class: its constructor may take what is in no group.
-        self._worker: torch.optim.Optimizer = object.__new__(kind)
-        vars(self._worker).update({name: copy.copy(value) for name, value in _own_fields(optimizer).items()})
-        self._worker.state = defaultdict(dict)
+        self._copy = Worker(optimizer)
+        self._worker = self._copy.optimizer
         self._probed: dict[tuple[Any, ...], dict[str, Any] | Exception] = {}
         self._taken: set[tuple[int, ...]] = set()  # shapes that it is known to step
 
@@ -213,7 +212,12 @@ class WholeTensorUpdate:
         return entries
 
     def _step(
-        self, parameters: Sequence[nn.Parameter], members: Sequence[int], groups: Sequence[Mapping[str, Any]]
+        self,
+        parameters: Sequence[nn.Parameter],
+        members: Sequence[int],
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        is_trial: bool = False,
     ) -> list[dict[str, Any]]:
         worker = self._worker
         for number in sorted(set(members)):
@@ -225,7 +229,10 @@ class WholeTensorUpdate:
             }
             its = [each for each, group in zip(parameters, members, strict=True) if group == number]
             worker.param_groups.append({**options, "params": its})
-        worker.step()
+        if is_trial and not self._is_known:
+            self._copy.trial_step()
+        else:
+            self._copy.step()
         return [dict(worker.state.get(each, {})) for each in parameters]
 
     def refuse_shape(self, group: Mapping[str, Any], managed: ManagedParameter) -> None:
@@ -268,7 +275,9 @@ class WholeTensorUpdate:
             # A user's optimizer may draw random numbers, which must not change the user's.
             try:
                 with torch.random.fork_rng(devices=[]), torch.no_grad():
-                    (self._probed[key],) = self._step([parameter], [0], [settings])
+                    (self._probed[key],) = self._step([parameter], [0], [settings], is_trial=True)
+            except UnsupportedError:
+                raise
             except Exception as error:
                 self._probed[key] = error.with_traceback(None)
             finally:
@@ -293,16 +302,6 @@ class WholeTensorUpdate:
                     f"{self._kind.__name__} keeps {name!r} in {value.dtype} with the shape of its parameter: shards of "
                     "states are fp32. Keep it in fp32"
                 )
-
-
-def _own_fields(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's attributes that its step may read: without groups, states and the script's hooks."""
-    others = {"state", "param_groups", "defaults", _MARK, *GivenOptimizer.__annotations__}
-    found = {name: value for name, value in vars(optimizer).items() if name not in others}
-    hooks = {name: type(value)() for name, value in found.items() if name.endswith("_hooks")}
-    # A scheduler may have put its wrapper of the method there.
-    found.pop("step", None)
-    return {**found, **hooks, "defaults": dict(optimizer.defaults), "param_groups": []}
 
 
 def _likeness(shape: Sequence[int]) -> tuple[int, ...]:

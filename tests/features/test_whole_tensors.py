@@ -335,6 +335,64 @@ def test_what_an_optimizer_of_whole_tensors_cannot_step_is_refused_each_time_and
     model.close()
 
 
+class Scaled(torch.optim.Optimizer):
+    """An optimizer of the user's, with a factor that is in no param group and that its constructor takes."""
+
+    def __init__(self, params: Any, factor: float, counts: str = "") -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.factor, self.steps = factor, 0
+        self.counts = counts  # in what it remembers its number of steps
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += self.counts == "attribute"
+        for group in self.param_groups:
+            if self.counts == "group":
+                group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * self.factor)
+
+
+def scaled(parameters: Any, whole: bool, counts: str = "") -> Scaled:
+    optimizer = Scaled(parameters, 0.5, counts)
+    if whole:
+        gemini.per_tensor(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["elementwise", "whole"])
+@on_ranks(1, 2)
+def test_attributes_of_the_users_optimizer_count_as_they_are_at_each_step(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    model, plain = wrapped("cpu"), Plain("adafactor", world_size)
+    ours, its = scaled(model.parameters(), whole), scaled(plain.model.parameters(), whole)
+    plain.optimizers = [its]
+    optimizer = ShardedOptimizer(model, ours, elementwise=not whole)
+    for step in range(4):
+        if step == 2:
+            ours.factor = its.factor = 0.125
+        train_step(model, optimizer, rank, step)
+        plain.step(step)
+        assert_same(weights_of(model), weights_of(plain.model))
+    model.close()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["elementwise", "whole"])
+@pytest.mark.parametrize(
+    ("counts", "words"), [("attribute", "its attribute 'steps'"), ("group", "in a param group 'steps'")]
+)
+def test_an_optimizer_that_remembers_something_elsewhere_than_in_its_states_is_refused(
+    counts: str, words: str, whole: bool
+) -> None:
+    model = wrapped("cpu")
+    optimizer = scaled(model.parameters(), whole, counts)
+    with pytest.raises(UnsupportedError, match=rf"Scaled\.step\(\) changes {words}.*self\.state\[parameter\]"):
+        ShardedOptimizer(model, optimizer, elementwise=not whole)
+    model.close()
+
+
 def test_states_of_another_shape_are_in_the_state_of_the_optimizer_alone() -> None:
     model = wrapped("cuda")
     optimizer = made_for(model, "adafactor")
