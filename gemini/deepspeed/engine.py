@@ -515,7 +515,8 @@ def initialize(
         dist_init_required: False: a process group exists already. Otherwise it is made if there is none.
         collate_fn: for the loader.
         config: a dict, or the path of a JSON file, in DeepSpeed's keys or gemini's.
-        mesh_param: must be None: gemini.initialize() takes a `device_mesh`, which names what its dimensions divide.
+        mesh_param: (ranks, 1), or None. gemini.initialize() takes a `device_mesh`, which names what its dimensions
+            divide.
         config_params: an older name of `config`.
 
     Returns the engine, its optimizer, the loader and the schedule. Raises ConfigError without a config or for one that
@@ -550,9 +551,11 @@ def _only(sources: Iterable[Source], mesh_param: Any) -> Source:
         raise ConfigError(
             f"initialize() needs one config, as config=, config_params= or args.deepspeed_config, found {len(given)}"
         )
-    if mesh_param is not None:
+    if mesh_param is not None and tuple(mesh_param)[1:] != (1,):  # of data alone it says nothing
         raise ConfigError(
-            "mesh_param: leave it out for data and sequence ranks, which share shards all together. For another mesh "
+            "mesh_param: leave it out for data and sequence ranks, which share shards all together. Gradients are "
+            "means over all of them, where DeepSpeed has sums over a sequence's ranks: multiply the loss by their "
+            "number, and give batch sizes as if each rank had sequences of its own. For another mesh "
             "call gemini.initialize(device_mesh=init_device_mesh(..., mesh_dim_names=('dp_replicate', 'dp_shard'))): "
             "docs/parallelism.md"
         )

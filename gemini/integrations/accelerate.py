@@ -40,6 +40,7 @@ from gemini.integrations.shared import (
     refuse_made_elsewhere,
     refuse_unknown_ranks,
     save_shards,
+    shard_group_of,
     was_skipped,
     window_of,
     without_effect,
@@ -70,7 +71,8 @@ PLAIN = (
 def refuse_plugins(given: dict[str, Any]) -> None:
     """Raises UnsupportedError for a plugin among the arguments, or one that `accelerate launch` has set. Local."""
     for name, variable in _PLUGINS.items():
-        if given.get(name) is not None:
+        # Of this one the sizes are taken, where the script gives it.
+        if given.get(name) is not None and name != "parallelism_config":
             raise UnsupportedError(f"{name}= shards or moves models itself: {PLAIN}")
         if os.environ.get(variable, "false").lower() == "true":
             raise UnsupportedError(f"{variable}=true, as `accelerate launch` sets it, is for {name}=: {PLAIN}")
@@ -133,7 +135,8 @@ class Accelerator(accelerate.Accelerator):
         save_whole_state: `save_state` writes whole weights and optimizer states as Accelerate itself reads them, which
             rank 0 gathers in host memory. False: each rank writes its part, for any number of ranks to go on from.
         kwargs: as of `accelerate.Accelerator`. `mixed_precision` "bf16" and "fp16" become the dtype of the weights,
-            which keep fp32 masters; floating-point inputs of the model are cast to it, outputs back.
+            which keep fp32 masters; floating-point inputs of the model are cast to it, outputs back. Of a
+            `parallelism_config` the sizes of the data's dimensions, which become `shard_group_size`.
 
     Collective: every rank makes it alike. Raises ConfigError for a config that is not valid or contradicts the other
     arguments, DivergenceError if the ranks' configs differ, and UnsupportedError for plugins of Accelerate's that shard
@@ -155,6 +158,7 @@ class Accelerator(accelerate.Accelerator):
         mixed = str(given.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
         if mixed not in MIXED:
             raise UnsupportedError(f"mixed_precision={mixed!r} is not possible with gemini: choose {', '.join(MIXED)}")
+        parallelism = given.pop("parallelism_config", None)
         super().__init__(**given, mixed_precision="no")  # ours is a dtype of weights, and no autocast
         refuse_kind(self.distributed_type.value, PLAIN)
         if self.ddp_handler is not None and self.ddp_handler.comm_hook != DDPCommunicationHookType.NO:
@@ -164,6 +168,8 @@ class Accelerator(accelerate.Accelerator):
             )
         refuse_unknown_ranks(self.num_processes, "Accelerate", "give Accelerator(cpu=True)")
         config = config_of_all_ranks(gemini, {"bf16.enabled": mixed == "bf16", "fp16.enabled": mixed == "fp16"})
+        group_size = shard_group_of(parallelism, config, self.num_processes)
+        config = config.model_copy(update={"shard_group_size": group_size})
         self.gemini: Config = config
         """The config, with defaults in place of what it does not say."""
         self._weights = mixed_weights(config, MIXED[mixed], f"mixed_precision is {mixed!r}")

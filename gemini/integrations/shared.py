@@ -115,6 +115,48 @@ def _all_ranks() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
+# -- Accelerate's `ParallelismConfig`, which transformers takes, too.
+
+
+_ELSEWHERE = {
+    "tp_size": "divides tensors and gives its ranks equal batches: divide the model by parallelize_module or tp_plan, "
+    "and give ShardedModel(..., device_mesh=mesh) the whole mesh",
+    "cp_size": "divides batches by Accelerate's FSDP2: let the model exchange tokens, and give each rank its own",
+    "sp_size": "divides batches by DeepSpeed: let the model exchange tokens, and give each rank its own",
+}
+
+
+def shard_group_of(parallelism: Any, config: Config, num_ranks: int) -> int | None:
+    """The `shard_group_size` that a `ParallelismConfig` asks for, beside the config's. None: it asks for none. Local.
+
+    Raises UnsupportedError for dimensions that are none of the data's, and ConfigError for numbers that contradict the
+    ranks or the config.
+    """
+    if parallelism is None:
+        return config.shard_group_size
+    names = ("dp_replicate_size", "dp_shard_size", *_ELSEWHERE)
+    sizes: dict[str, int] = {name: getattr(parallelism, name, 0) for name in names}
+    if 0 in sizes.values():
+        raise UnsupportedError(f"parallelism_config= must be a ParallelismConfig, found {type(parallelism).__name__}")
+    for name, why in _ELSEWHERE.items():
+        if sizes[name] > 1:
+            raise UnsupportedError(f"parallelism_config= with {name}={sizes[name]} {why} (docs/parallelism.md)")
+    replicas, shards = sizes["dp_replicate_size"], sizes["dp_shard_size"]
+    if replicas * shards == 1:  # it divides nothing
+        return config.shard_group_size
+    if replicas * shards != num_ranks:
+        raise ConfigError(
+            f"parallelism_config= has dp_replicate_size={replicas} and dp_shard_size={shards}, for {replicas * shards} "
+            f"ranks, and there are {num_ranks}"
+        )
+    if config.shard_group_size not in (None, shards):
+        raise ConfigError(
+            f"parallelism_config= has dp_shard_size={shards}, and the config shard_group_size="
+            f"{config.shard_group_size}: leave one of them out"
+        )
+    return shards if replicas > 1 else config.shard_group_size
+
+
 # -- Ranks in another library's loop: whether it counts all of them, failures of which all must hear, common files.
 
 

@@ -7,6 +7,7 @@ with a model, an optimizer, and files that one rank writes goes through the meth
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 
 from gemini.integrations.needed import needed
 
@@ -44,6 +46,7 @@ from gemini.integrations.shared import (
     refuse_kind,
     refuse_unknown_ranks,
     save_shards,
+    shard_group_of,
     was_skipped,
     without_effect,
 )
@@ -169,10 +172,6 @@ _SAID_BY_ARGUMENTS = {
     "steps_per_print": "logging_steps of TrainingArguments does it",
     "drop_last": "dataloader_drop_last of TrainingArguments does it",
 }
-_PARALLEL = (
-    "divides models itself: leave it out, and give Trainer(...) a model that is divided, or that exchanges tokens, "
-    "already (docs/parallelism.md)"
-)
 _SHARDS = "shards the model itself: leave it out, and give Trainer(...) the stage and the budgets"
 # Each function returns the value that the message quotes, or a false one where the argument is not given.
 _REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -181,7 +180,6 @@ _REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "wants the package deepspeed: leave it out, and give the same file to Trainer(config=...)",
     ),
     "fsdp": (lambda args: args.fsdp, _SHARDS),
-    "parallelism_config": (lambda args: args.parallelism_config, _PARALLEL),
     "auto_find_batch_size": (
         lambda args: args.auto_find_batch_size,
         "starts a training again after one rank has run out of memory, which the others do not follow: choose "
@@ -518,6 +516,12 @@ class ShardedTraining(_Trainer):
         self._source = config
         self.sharding = self._read(args, _SOME_STEPS)
         """The config, with defaults in place of what it does not say."""
+        num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        group_size = shard_group_of(args.parallelism_config, self.sharding, num_ranks)
+        self.sharding = self.sharding.model_copy(update={"shard_group_size": group_size})
+        if args.parallelism_config is not None:  # or Accelerate would divide models, too
+            args = copy.copy(args)
+            args.parallelism_config = None
         self._settings = self._settings_of(args, options)
         # The Trainer finds the names of labels, and the way to save, by the class of the plain model.
         if isinstance(model, ShardedModel):

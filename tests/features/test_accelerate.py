@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -409,3 +410,25 @@ def test_a_saving_hook_may_take_a_model_off_the_list(rank: int, world_size: int,
         if not whole:
             accelerator.load_state(str(folder / "state"))
             assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+@on_ranks(4)
+def test_a_parallelism_config_says_how_many_ranks_share_the_shards(rank: int, world_size: int) -> None:
+    """HSDP of 2 x 2, as FSDP2 has it of the same sizes; and all ranks where there are no replicas."""
+    found = []
+    for sizes, config in (
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, {}),
+        ({}, {"shard_group_size": 2}),
+        ({"dp_shard_size": 4}, {}),
+    ):
+        AcceleratorState._reset_state(True)
+        parallelism = ParallelismConfig(**sizes) if sizes else None
+        script = Script(_ours(parallelism_config=parallelism, gemini={**SMALL, **config}))
+        losses = torch.cat([losses for _, losses in script.epoch()])
+        found.append((losses, script.weights(), script.model.chunk_manager.chunks[0].layout))
+        script.close()
+    assert [layout.world_size for *_, layout in found] == [2, 2, 4]
+    assert torch.equal(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+    for name, value in found[2][1].items():
+        torch.testing.assert_close(value, found[0][1][name])

@@ -10,6 +10,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -43,11 +44,17 @@ def _hook() -> Any:
         (lambda: {"fsdp_plugin": object()}, "^fsdp_plugin= shards .*accelerate launch --multi_gpu"),
         (lambda: {"deepspeed_plugin": object()}, "^deepspeed_plugin= shards"),
         (lambda: {"megatron_lm_plugin": object()}, "^megatron_lm_plugin= shards"),
-        (lambda: {"parallelism_config": object()}, "^parallelism_config= shards"),
+        (lambda: {"parallelism_config": object()}, "^parallelism_config= must be a ParallelismConfig, found object"),
+        (
+            lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
+            "tp_size=2 divides .*parallelize_module",
+        ),
+        (lambda: {"parallelism_config": ParallelismConfig(cp_size=2)}, "cp_size=2 divides batches"),
+        (lambda: {"torch_tp_plugin": object()}, "^torch_tp_plugin= shards"),
         (lambda: {"mixed_precision": "fp8"}, "^mixed_precision='fp8' .* no, bf16, fp16"),
         (lambda: {"kwargs_handlers": [_hook()]}, "^a comm_hook .*reduce_dtype='bf16'"),
     ],
-    ids=["fsdp", "deepspeed", "megatron", "parallelism", "fp8", "comm-hook"],
+    ids=["fsdp", "deepspeed", "megatron", "parallelism", "tensors", "context", "tp-plugin", "fp8", "comm-hook"],
 )
 def test_plugins_that_shard_themselves_are_refused_by_name(
     arguments: Callable[[], dict[str, Any]], message: str
@@ -200,3 +207,12 @@ def test_the_names_of_accelerates_that_are_used_are_there() -> None:
 def test_the_example_in_the_docstring_runs() -> None:
     (example,) = doctest.DocTestFinder(recurse=False).find(Accelerator, globs={**vars(integration)})
     assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_sizes_that_contradict_ranks_or_config_are_refused() -> None:
+    for sizes, config, words in (
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, SMALL, "for 4 ranks, and there are 1"),
+        ({"dp_shard_size": 2}, SMALL, "dp_shard_size=2, for 2 ranks, and there are 1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            _ours(parallelism_config=ParallelismConfig(**sizes), gemini=config)

@@ -145,13 +145,15 @@ def test_what_other_libraries_call_it_is_refused_with_what_to_do(rank: int, worl
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     for more, words in (
-        ({"sequence_parallel_size": 2}, "leave it out: ranks with other tokens"),
+        ({"sequence_parallel_size": 2}, "leave it out: ranks with other tokens.* sums over .* multiply the loss"),
         ({"tensor_parallel": {"autotp_size": 2}}, r"parallelize_module.*initialize\(device_mesh=mesh\['dp'\]\)"),
     ):
         with pytest.raises(ConfigError, match=words):
             gemini.initialize(mlp.build(), config={**config, **more}, verbose=False)
-    with pytest.raises(ConfigError, match="mesh_param: leave it out for data and sequence ranks"):
-        initialize(model=mlp.build(), config=config, mesh_param=(1, 1), dist_init_required=False)
+    with pytest.raises(ConfigError, match=r"mesh_param: leave it out for data and sequence ranks.* multiply the loss"):
+        initialize(model=mlp.build(), config=config, mesh_param=(1, 2), dist_init_required=False)
+    engine, *_ = initialize(model=mlp.build(), config=config, mesh_param=(1, 1), dist_init_required=False)
+    assert engine.dp_world_size == 1
 
 
 @on_ranks(4)

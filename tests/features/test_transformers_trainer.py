@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate.parallelism_config import ParallelismConfig
 from torch.utils.data import Subset
 
-from gemini import ShardedModel, ShardedOptimizer, ZeroInitContext, state_hash
+from gemini import ShardedModel, ShardedOptimizer, UnsupportedError, ZeroInitContext, state_hash
 from gemini.integrations.transformers import Seq2SeqTrainer, Trainer
 from tests.harness.on_ranks import on_ranks, on_ranks_with
 from tests.harness.shared_folder import shared_folder
@@ -17,6 +18,7 @@ from tests.zoo.hf_trainers import (
     SHARDED,
     Recorded,
     Texts,
+    arguments,
     by_hand,
     flags_of,
     gpt2,
@@ -246,3 +248,20 @@ def _t5() -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return transformers.T5ForConditionalGeneration(config)
+
+
+@on_ranks(4, timeout_s=120)
+def test_a_parallelism_config_of_the_arguments_says_how_many_ranks_share_the_shards(rank: int, world_size: int) -> None:
+    parallelism = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    with shared_folder() as folder:
+        args = arguments(folder, max_steps=1)
+        args.parallelism_config = parallelism
+        its = Trainer(gpt2(), args, train_dataset=Texts(), **SHARDED)
+        its.train()
+        assert args.parallelism_config is parallelism, "the script's own"
+        model = its.sharded_model
+        assert {chunk.layout.world_size for chunk in model.chunk_manager.chunks} == {2}
+        args.parallelism_config = ParallelismConfig(tp_size=2)
+        with pytest.raises(UnsupportedError, match=r"parallelism_config= with tp_size=2 .* device_mesh=mesh"):
+            Trainer(gpt2(), args)
+        model.close()

@@ -291,11 +291,12 @@ _PROFILERS = NoEffect("torch.profiler shows each fetch, reduction and update by 
 _ACTIVATIONS = NoEffect("activations are checkpointed where the model calls torch.utils.checkpoint, and stay there")
 _TENSOR_PARALLEL = (
     "torch's parallelize_module(model, mesh['tp'], plan) divides the tensors, and initialize(device_mesh=mesh['dp']) "
-    "shards the rest: docs/parallelism.md"
+    "shards the rest; a plan is a model's, of which a config knows nothing: docs/parallelism.md"
 )
 _SEQUENCE_PARALLEL = (
-    "leave it out: ranks with other tokens of a sequence share shards like those with other sequences. Give batch "
-    "sizes as if each rank had sequences of its own: docs/parallelism.md"
+    "leave it out: ranks with other tokens of a sequence share shards like those with other sequences. Gradients are "
+    "means over all of them, where DeepSpeed has sums over a sequence's ranks: multiply the loss by their number. Give "
+    "batch sizes as if each rank had sequences of its own: docs/parallelism.md"
 )
 
 
