@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,11 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import gemini
+from gemini.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -94,3 +98,35 @@ def test_a_row_names_the_test_that_checks_it(row: str) -> None:
     assert found is not None, f"no test is named at the end of: {row}"
     path, name = found.groups()
     assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.M), f"{path} has no {name}"
+
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_the_training_of_readme_is_saved_gone_on_with_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    first = next(iter(re.findall(r"```python\n(.*?)```", README, re.S)))
+    exec(compile(first, "snippet", "exec"), names)
+    before = gemini.state_hash(names["model"])
+    (saves,) = re.findall(r"```py\n(.*?)```", README, re.S)
+    exec(compile(saves, "snippet", "exec"), names)
+    assert gemini.state_hash(names["model"]) == before
+    (command,) = re.findall(r"^gemini (checkpoint export [\w -]+?) +#", README, re.M)
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 0, done.output
+    assert sorted(load_file("my-model/model.safetensors")) == sorted(names["module"].state_dict())
+
+
+def test_the_ranks_of_readme_train_with_torchrun(tmp_path: Path) -> None:
+    (script,) = [each for each in re.findall(r"```python\n(.*?)```", README, re.S) if "launch_from_torch" in each]
+    (command,) = re.findall(r"^torchrun (.*) train.py$", README, re.M)
+    (tmp_path / "train.py").write_text(script)
+    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split(), "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall(r"^step \d: loss [\d.]+$", done.stdout, re.M)) == 10

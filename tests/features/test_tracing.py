@@ -377,6 +377,7 @@ def test_a_picture_opens_in_a_browser_without_a_network_and_shows_a_moment(num_c
         page.wait_for_function("before => document.getElementById('moment').innerText !== before", arg=first)
         second = page.inner_text("#moment")
         panels = page.evaluate("panels.length")
+        buttons = page.locator(".modebar").bounding_box()
         context.close()
     assert not said
     num_slots = max(2, num_chunks // 10)
@@ -384,6 +385,7 @@ def test_a_picture_opens_in_a_browser_without_a_network_and_shows_a_moment(num_c
     assert full in first and full in second, "the device's slots have their bytes"
     assert "layers." in second and "an operator at" in second
     assert panels == 6  # step, device, host, slots, links, exposed
+    assert buttons["x"] > 1250, "no button lies over the legend, where a step has everything that one has"
     image = Image.open(io.BytesIO(screenshot)).convert("RGB")
     colors = image.getcolors(maxcolors=image.width * image.height)
     drawn = sum(number for number, color in colors if color != (255, 255, 255))
