@@ -17,7 +17,6 @@ from gemini import (
     RemoteRankError,
     ShardedModel,
     ShardedOptimizer,
-    UnsupportedError,
     ZeroInitContext,
     state_hash,
 )
@@ -189,7 +188,7 @@ def _go_on(layer: Any, inputs: Any, output: torch.Tensor) -> None:
 
 
 @on_ranks(4)
-def test_a_config_says_it_too_and_a_module_that_was_built_divided_is_refused(rank: int, world_size: int) -> None:
+def test_a_config_says_it_too(rank: int, world_size: int) -> None:
     config = {"train_batch_size": 32, "optimizer": {"type": "HybridAdam", "params": {"lr": 1e-2}}}
     hashes = []
     for its in ({**config, **ALL}, {**config, "shard_group_size": 2}):
@@ -200,11 +199,24 @@ def test_a_config_says_it_too_and_a_module_that_was_built_divided_is_refused(ran
         hashes.append(state_hash(engine.model))
         engine.model.close()
     assert hashes[0] == hashes[1]
-    with ZeroInitContext():
-        built = torch.nn.Linear(64, 64)
-    with pytest.raises(UnsupportedError, match="was built in a ZeroInitContext: build it without one"):
-        ShardedModel(built, device="emulated", **ALL)
-    ShardedModel(built, device="emulated", shard_group_size=2).close()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("rows", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]], ids=["in order", "in another"])
+def test_a_module_that_was_built_divided_is_divided_again(rank: int, world_size: int, rows: list[list[int]]) -> None:
+    """It is built over all ranks in their order, and trained over them in that of their places in the groups."""
+    mesh = DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(rank)
+    with ZeroInitContext(device_mesh=mesh):
+        built = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Linear(70, 300), torch.nn.Linear(300, 3))
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Linear(70, 300), torch.nn.Linear(300, 3))
+    model = ShardedModel(built, device_mesh=mesh, device="emulated", optimizer_shard="all", chunk_size=4096)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    x = torch.ones(2, 40)
+    torch.testing.assert_close(model(x), plain(x))
+    model.close()
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ MUTANTS = [
     Mutant(
         "tiles of a second micro-batch replace the first one's sum",
         "Reductions._reduce_in_tiles",
-        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), self._layout_of(gradient), "
+        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), layout, "
         "travel=chunk.travel_dtype, "
         "rest=chunk.gradient_dtype, replaces=is_first, places=self._places, scratch=self._scratch, "
         "communicator=self._communicator)",
-        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), self._layout_of(gradient), "
+        "reduce_in_tiles(chunk, gradient.reduced(), fill_from(whole.flat, chunk), layout, "
         "travel=chunk.travel_dtype, "
         "rest=chunk.gradient_dtype, replaces=True, places=self._places, scratch=self._scratch, "
         "communicator=self._communicator)",
@@ -27,6 +27,13 @@ MUTANTS = [
         "a step uses what a group of ranks has added up alone",
         "Reductions.catch_up",
         "self.join_replicas()",
+        "pass",
+        "tests/features/test_replicas.py::test_gradients_are_the_mean_of_all_ranks_whatever_comes_between_backwards",
+    ),
+    Mutant(
+        "a group adds up beside a part that was read before",
+        "Reductions._layout_of",
+        "self._places.begin_group_sum(gradient.index)",
         "pass",
         "tests/features/test_replicas.py::test_gradients_are_the_mean_of_all_ranks_whatever_comes_between_backwards",
     ),
