@@ -50,7 +50,7 @@ def trained(rank: int, steps: int = 2, micro_batches: int = 2, clip: float | Non
     return found
 
 
-@on_ranks(4, timeout_s=180)
+@on_ranks(4, soak=(6,), timeout_s=180)
 def test_states_over_all_ranks_have_the_bits_of_replicas_at_every_place(rank: int, world_size: int) -> None:
     """In fp32 each group's sum has all its bits, so that replicas that add up alike have these too."""
     least = {"model_data_memory": mlp.minimum_bytes(mlp.build(), **ALL)}
