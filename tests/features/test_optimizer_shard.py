@@ -3,6 +3,7 @@
 What it has in common with replicas is tested beside them, in test_replicas.py.
 """
 
+from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -20,10 +21,12 @@ from gemini import (
     ZeroInitContext,
     state_hash,
 )
+from gemini.deepspeed.utils import safe_get_full_grad
 from gemini.engine.config import load_config
 from gemini.placement.simulate import Exchange
 from gemini.settings import Settings
 from tests.dist import failing
+from tests.harness.late_copies import installed
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.zoo import mlp
 
@@ -69,6 +72,30 @@ def test_states_over_all_ranks_have_the_bits_of_replicas_at_every_place(rank: in
     assert all(run == half[0] for run in half)
     assert runs[0] == trained(rank, shard_group_size=2, gradient_accumulation_steps=2)
     assert len({repr(of_rank[:3]) for of_rank in gathered(runs[0])}) == 1
+
+
+@on_ranks(4, timeout_s=120)
+def test_late_copies_are_waited_for(rank: int, world_size: int) -> None:
+    """Sums of a group on the host cross the link to be exchanged, and what comes back does; so with replicas."""
+    for how in (ALL, {"shard_group_size": 2, "chunk_size": CHUNK}):
+        for dtype in (None, torch.bfloat16):
+            wrap: dict[str, Any] = {**how, "dtype": dtype, "tensor_placement_policy": "cpu", "max_prefetch": 2}
+            hashes = []
+            for is_late in (False, True):
+                with installed() if is_late else nullcontext() as late:
+                    model = ShardedModel(mlp.build(), device="emulated", **wrap)
+                    optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()), clip_grad_norm=0.05)
+                    for step in range(2):
+                        for micro in range(3):
+                            mlp.loss_of(model, 10 * step + micro + rank, dtype).backward()
+                            if micro == 1:
+                                assert safe_get_full_grad(model.module.layers[2].weight) is not None
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    hashes.append(state_hash(model, optimizer))
+                    model.close()
+            assert late is not None and late.num_late > 0
+            assert hashes[0] == hashes[1], (how, dtype)
 
 
 @on_ranks(4)
