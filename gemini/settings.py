@@ -202,8 +202,8 @@ class Settings(SettingFields):
             each. With "all", at stage 3 with `shard_group_size` (or a `device_mesh` of two dimensions), a group holds
             weights and gradients once. A step then has one exchange of gradients between groups, however many backwards
             it has, and one gather of its new weights. A rank holds its part of the weights once more, beside those of
-            its group. Other stages, `update_in_backward`, `secondary_group_size`, `reuse_fp16_shard`, quantised
-            exchanges and a `ZeroInitContext` cannot go with it. Without groups it has no effect.
+            its group. Other stages, `update_in_backward`, `secondary_group_size`, `reuse_fp16_shard` and quantised
+            exchanges cannot go with it. Without groups it has no effect.
         ignored_parameters: names of parameters (shell patterns, as "head.*") that are left alone: in no chunk, on the
             device and in the dtype in which they are, with each rank's own values and gradients, neither reduced nor
             clipped. An optimizer of their own trains them.

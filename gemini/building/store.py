@@ -449,7 +449,7 @@ class BuildStore:
         if carried.device != self.communicator.device and self.communicator.world_size > 1:
             carried = torch.empty_like(carried, device=self.communicator.device)
         home = chunk.homes[Kind.PARAM].flat
-        self.communicator.all_gather(carried, home.to(carried.device), chunk.layout, chunk.index)
+        self.communicator.all_gather_of_all(carried, home.to(carried.device), chunk.layout, chunk.index)
         if carried is not chunk.payload:
             chunk.payload.copy_(carried)
         self.binding.fill(chunk)

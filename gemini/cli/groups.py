@@ -67,6 +67,13 @@ def choose(ask: Callable[[Settings], Question], settings: Settings, ranks: Ranks
     first = ask(settings)
     if ranks.num_nodes == 1 or settings.stage == 0 or first.cluster.rates is None:
         return first, None
+    if first.cluster.rates.network_bytes_per_s is None:
+        # What goes between nodes would count as nothing, and the way that sends most there would win.
+        return first, (
+            "Groups were not compared: no rate between nodes is known. Give one as network_bytes_per_s in a file for "
+            "--rates, or name the groups, as --shard-group-size "
+            f"{ranks.on_a_node} does."
+        )
     ways = [_modelled("all ranks as one group", first)]
     ways += [_modelled(words, ask(other)) for words, other in _others(settings, ranks)]
     fitting = [way for way in ways if way.step is not None]

@@ -647,11 +647,6 @@ class Wrapping:
         links = ((name, built_link_of(parameter)) for name, parameter in by_name.items())
         built = {name: link for name, link in links if link is not None}
         self._back.stores = stores_of(built.values(), communicator.ranks)
-        if built and settings.num_in_group is not None:
-            raise UnsupportedError(
-                "optimizer_shard='all' cannot divide a module that was built in a ZeroInitContext: build it without "
-                "one, or give optimizer_shard='group'"
-            )
         spec = model_spec(by_name, self.operators, self._places, self.weights)
         # What the plan does not depend on is compared here, and is not in its hash.
         given = (*settings.shared(), f"cast_inputs={self._cast_inputs}")

@@ -320,8 +320,8 @@ class Communicator:
 
     def _use(self, links: Links) -> None:
         self._links, self.collectives, self._shards = links, links.all, links.shards
-        # A layout says by its number of ranks who gathers: what was built on all ranks may become shards of a mesh.
-        self._among = {self.collectives.world_size: self.collectives, self._shards.world_size: self._shards}
+        # A layout says by its number of ranks who gathers.
+        self._among = {self._shards.world_size: self._shards}
         if links.nearby is not None:
             self._among[links.nearby.world_size] = links.nearby
 
@@ -411,6 +411,15 @@ class Communicator:
     def all_gather(self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int) -> None:
         """Fill `payload` from all ranks' shards. This rank's own may lie in it already. Collective."""
         self.start_all_gather(payload, shard, layout, chunk)()
+
+    def all_gather_of_all(self, payload: Tensor, shard: Tensor, layout: ShardLayout, chunk: int) -> None:
+        """As `all_gather` over all ranks in the order of `rank`, however the model divides them. Collective.
+
+        A module that is under construction is divided so.
+        """
+        tag = self._next("all-gather", chunk)
+        with self._agreeing():
+            self.collectives.all_gather(payload, shard, layout, tag)
 
     def start_all_gather(
         self, payload: Tensor, shard: Tensor | None, layout: ShardLayout, chunk: int, lane: int = 0

@@ -551,6 +551,9 @@ class Reductions(GradientRules):
         if not self._books.defers(gradient.index, self._backward):
             return layout
         if gradient.in_groups and gradient.is_reduced and not gradient.awaits_replicas:
+            # The gradients of another backward are added in fp32, if the chunk widens: so is what was there.
+            if gradient.first_backward != self._backward:
+                self._places.widen(gradient.index, self._backward)
             self._places.begin_group_sum(gradient.index)
         self._books.note_mean_of_group(gradient.index)
         return layout.of_group

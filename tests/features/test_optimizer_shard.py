@@ -3,6 +3,7 @@
 What it has in common with replicas is tested beside them, in test_replicas.py.
 """
 
+from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,14 +18,15 @@ from gemini import (
     RemoteRankError,
     ShardedModel,
     ShardedOptimizer,
-    UnsupportedError,
     ZeroInitContext,
     state_hash,
 )
+from gemini.deepspeed.utils import safe_get_full_grad
 from gemini.engine.config import load_config
 from gemini.placement.simulate import Exchange
 from gemini.settings import Settings
 from tests.dist import failing
+from tests.harness.late_copies import installed
 from tests.harness.on_ranks import gathered, on_ranks
 from tests.zoo import mlp
 
@@ -51,7 +53,7 @@ def trained(rank: int, steps: int = 2, micro_batches: int = 2, clip: float | Non
     return found
 
 
-@on_ranks(4, timeout_s=180)
+@on_ranks(4, soak=(6,), timeout_s=180)
 def test_states_over_all_ranks_have_the_bits_of_replicas_at_every_place(rank: int, world_size: int) -> None:
     """In fp32 each group's sum has all its bits, so that replicas that add up alike have these too."""
     least = {"model_data_memory": mlp.minimum_bytes(mlp.build(), **ALL)}
@@ -70,6 +72,30 @@ def test_states_over_all_ranks_have_the_bits_of_replicas_at_every_place(rank: in
     assert all(run == half[0] for run in half)
     assert runs[0] == trained(rank, shard_group_size=2, gradient_accumulation_steps=2)
     assert len({repr(of_rank[:3]) for of_rank in gathered(runs[0])}) == 1
+
+
+@on_ranks(4, timeout_s=120)
+def test_late_copies_are_waited_for(rank: int, world_size: int) -> None:
+    """Sums of a group on the host cross the link to be exchanged, and what comes back does; so with replicas."""
+    for how in (ALL, {"shard_group_size": 2, "chunk_size": CHUNK}):
+        for dtype in (None, torch.bfloat16):
+            wrap: dict[str, Any] = {**how, "dtype": dtype, "tensor_placement_policy": "cpu", "max_prefetch": 2}
+            hashes = []
+            for is_late in (False, True):
+                with installed() if is_late else nullcontext() as late:
+                    model = ShardedModel(mlp.build(), device="emulated", **wrap)
+                    optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()), clip_grad_norm=0.05)
+                    for step in range(2):
+                        for micro in range(3):
+                            mlp.loss_of(model, 10 * step + micro + rank, dtype).backward()
+                            if micro == 1:
+                                assert safe_get_full_grad(model.module.layers[2].weight) is not None
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    hashes.append(state_hash(model, optimizer))
+                    model.close()
+            assert late is not None and late.num_late > 0
+            assert hashes[0] == hashes[1], (how, dtype)
 
 
 @on_ranks(4)
@@ -189,7 +215,7 @@ def _go_on(layer: Any, inputs: Any, output: torch.Tensor) -> None:
 
 
 @on_ranks(4)
-def test_a_config_says_it_too_and_a_module_that_was_built_divided_is_refused(rank: int, world_size: int) -> None:
+def test_a_config_says_it_too(rank: int, world_size: int) -> None:
     config = {"train_batch_size": 32, "optimizer": {"type": "HybridAdam", "params": {"lr": 1e-2}}}
     hashes = []
     for its in ({**config, **ALL}, {**config, "shard_group_size": 2}):
@@ -200,11 +226,24 @@ def test_a_config_says_it_too_and_a_module_that_was_built_divided_is_refused(ran
         hashes.append(state_hash(engine.model))
         engine.model.close()
     assert hashes[0] == hashes[1]
-    with ZeroInitContext():
-        built = torch.nn.Linear(64, 64)
-    with pytest.raises(UnsupportedError, match="was built in a ZeroInitContext: build it without one"):
-        ShardedModel(built, device="emulated", **ALL)
-    ShardedModel(built, device="emulated", shard_group_size=2).close()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("rows", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]], ids=["in order", "in another"])
+def test_a_module_that_was_built_divided_is_divided_again(rank: int, world_size: int, rows: list[list[int]]) -> None:
+    """It is built over all ranks in their order, and trained over them in that of their places in the groups."""
+    mesh = DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(rank)
+    with ZeroInitContext(device_mesh=mesh):
+        built = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Linear(70, 300), torch.nn.Linear(300, 3))
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Linear(70, 300), torch.nn.Linear(300, 3))
+    model = ShardedModel(built, device_mesh=mesh, device="emulated", optimizer_shard="all", chunk_size=4096)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    x = torch.ones(2, 40)
+    torch.testing.assert_close(model(x), plain(x))
+    model.close()
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,11 @@ def test_ranks_of_several_nodes_are_divided_as_the_model_of_a_step_says(tmp_path
         launches = 0.001 * (moves["num_gathers"] + moves["num_nearby"])
         assert (moves["num_nearby"] > 0) == bool(found)
         assert parts["gathers"] == pytest.approx(of_all + nearby + launches)
+    # Without a rate between nodes the way that sends most between them would look fastest.
+    file.write_text(json.dumps({**RATES, "network_bytes_per_s": None}))
+    unknown = asked(*options, "--rates", str(file))
+    assert "shard_group_size" not in unknown["wrap_with"]
+    assert any(note.startswith("Groups were not compared: no rate between nodes is known") for note in unknown["notes"])
     # Whoever names groups gets them, also those that are all ranks.
     for given, size in (("8", None), ("4", 4)):
         named = asked(*options, "--rates", str(file), "--shard-group-size", given)

@@ -31,6 +31,13 @@ MUTANTS = [
         "tests/features/test_replicas.py::test_gradients_are_the_mean_of_all_ranks_whatever_comes_between_backwards",
     ),
     Mutant(
+        "a group adds up beside a part that was read before",
+        "Reductions._layout_of",
+        "self._places.begin_group_sum(gradient.index)",
+        "pass",
+        "tests/features/test_replicas.py::test_gradients_are_the_mean_of_all_ranks_whatever_comes_between_backwards",
+    ),
+    Mutant(
         "zeros count as written before they are",
         "GradStore.write_zeros",
         "self.leftovers.write_zeros(self.num_backwards)",
