@@ -550,7 +550,8 @@ class ShardedWeightAveraging(pl.Callback):
     Local. `fit` raises UnsupportedError without averages, and with another strategy.
 
     Example:
-        >>> trainer = pl.Trainer(strategy=GeminiStrategy(ema=0.999), callbacks=[ShardedWeightAveraging()], barebones=False)
+        >>> strategy = GeminiStrategy(ema=0.999)
+        >>> trainer = pl.Trainer(strategy=strategy, callbacks=[ShardedWeightAveraging()], barebones=False)
     """
 
     def __init__(self, *, evaluates: bool = True, saves: bool = True) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 _OPEN = Path("/proc/self/fd")
 
@@ -23,9 +23,9 @@ def give_up_after(store: Any, seconds: float) -> None:
 
     A slow rank is no such host. Does nothing for stores without a connection, and on systems other than Linux.
     """
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore) or not _OPEN.is_dir():
+    if not isinstance(store, TCPStore) or not _OPEN.is_dir():
         return
     for each in list(_OPEN.iterdir()):
         with suppress(OSError):  # no socket, not connected, or closed since
