@@ -55,7 +55,7 @@ def _meanings_of_settings() -> dict[str, str]:
     result = {}
     for each in re.split(r"^    (?=\w+:)", arguments, flags=re.MULTILINE)[1:]:
         name, text = each.split(": ", 1)
-        first, *others = re.split(r"(?<=\.) (?=[A-Z0-9])", " ".join(text.split()))
+        first, *others = re.split(r'(?<=\.) (?=["`A-Z0-9])', " ".join(text.split()))
         result[name] = " ".join([first[:1].upper() + first[1:], *(it for it in others if it.startswith("None:"))])
     return result
 
