@@ -220,6 +220,13 @@ def test_bytes_per_parameter_are_measured(tmp_path: Path, only: str, least: floa
 
 
 @pytest.mark.soak
+def test_the_loss_with_small_moments_is_printed_beside_that_of_fp32_ones() -> None:
+    done = run("benchmarks.state_loss", "--tiny", "--seeds", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(name in done.stdout for name in ("fp32", "8bit", "bf16", "seed 1"))
+
+
+@pytest.mark.soak
 def test_resident_memory_grows_by_at_most_14_point_3_bytes_a_parameter() -> None:
     done = run("benchmarks.resident_memory")
     assert done.returncode == 0, done.stdout + done.stderr
