@@ -8,12 +8,13 @@ update are averaged by the step all the same, as `torch.optim.swa_utils.Averaged
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
 from gemini.errors import GeminiError, UnsupportedError
 
+_END = "the end of optimizer.ema.weights()"
 AVERAGE = "ema"
 """The name of the state, in state dicts, checkpoints and `safe_get_full_optimizer_state`."""
 OTHERS = "averages"
@@ -189,8 +190,20 @@ class AveragedWeights:
             ...     model.state_dict()
         """
         self._averages.refuse_exchanged("optimizer.ema.weights()")
-        self._exchange("optimizer.ema.weights()")
         try:
+            self._exchange("optimizer.ema.weights()")
             yield
         finally:
-            self._exchange("the end of optimizer.ema.weights()")
+            # An interrupt may have come before they were exchanged.
+            if self._averages.are_exchanged:
+                self._leave()
+
+    def _leave(self) -> None:
+        try:
+            self._exchange(_END)
+        except BaseException:
+            # One that came before anything was brought back must not leave the averages there.
+            if self._averages.are_exchanged:
+                with suppress(GeminiError):  # a failure half way is said at the next use
+                    self._exchange(_END)
+            raise

@@ -590,7 +590,6 @@ class OptimizerStep:
             self._updates.finish()
             step.before_update()
             self._updates.exchange_averages(step.payloads)
-            self._averages.note_exchange()
             step.end_update()
 
     @property

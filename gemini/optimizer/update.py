@@ -278,6 +278,9 @@ class ChunkUpdates:
                     self._params.after_update(each.state.chunk)
                     if each.state.chunk.is_updated_in_parts:
                         _all_gather_weights(payloads, each.state.chunk)
+            # An interrupt behind this finds them exchanged, and one before it a model that is torn.
+            if self._averages is not None:
+                self._averages.note_exchange()
 
     def use(self, chunk: Chunk, steps: bytes, gradient: Region) -> None:
         """Update a chunk with a gradient that is (optim_numel,) on the device and is not needed any more. Local.
