@@ -280,6 +280,7 @@ class ShardedModel(FsdpMethods):
         device_mesh: instead, the ranks as a torch `DeviceMesh`. One dimension is a process group. Of two, the first
             replicates and the second shards (HSDP): what `stage` shards lies over the second, gradients are averaged
             over all ranks, and replicas hold equal bits. n x 1 shards nothing (stage 0), 1 x n is ZeRO over n ranks.
+            `optimizer_shard="all"` divides optimizer states over all of them.
             Names such as "dp", "cp" and "tp" say what a dimension divides: see docs/parallelism.md. DTensor parameters
             of another dimension (tensor parallelism) are sharded by their local tensors.
         settings: everything else. None: `Settings()`.

@@ -147,6 +147,24 @@ def test_a_rank_holds_and_sends_what_the_formulas_say(rank: int, world_size: int
 
 
 @on_ranks(4)
+def test_links_carry_what_the_plan_says(rank: int, world_size: int) -> None:
+    """Sums that rest on the host come to the device to be exchanged, and go back: once a step."""
+    several: dict[str, Any] = {"gradient_accumulation_steps": 3, "dtype": torch.bfloat16}
+    for how in (ALL, {"shard_group_size": 2, "chunk_size": CHUNK}):
+        model = mlp.wrap("cpu", **how, **several)
+        optimizer = ShardedOptimizer(model, mlp.adam(model.parameters()))
+        links = model.chunk_manager.memory.transfer.bytes_by_link
+        for step in range(3):
+            before = dict(links)
+            for micro in range(3):
+                mlp.loss_of(model, 10 * step + micro + rank, torch.bfloat16).backward()
+            optimizer.step()
+            moved = {link: num_bytes - before.get(link, 0) for link, num_bytes in links.items()}
+        assert moved == model.plan.predicted.bytes_by_link, how
+        model.close()
+
+
+@on_ranks(4)
 def test_weights_that_are_edited_or_used_between_steps_are_those_of_all_ranks(rank: int, world_size: int) -> None:
     both = [ShardedModel(mlp.build(), device="emulated", **how) for how in (ALL, {"shard_group_size": 2})]
     hashes = []

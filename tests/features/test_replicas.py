@@ -309,7 +309,7 @@ def mean_gradients(plain: mlp.Mlp, micro: int, world_size: int) -> dict[str, tor
 
 
 @on_ranks(4, timeout_s=120)
-@pytest.mark.parametrize("wrap", [{}, {"stage": 1}, ALL], ids=["stage 3", "stage 1", "states over all"])
+@pytest.mark.parametrize("wrap", [{}, ALL, *in_soak({"stage": 1})], ids=["stage 3", "states over all", "stage 1"])
 def test_gradients_are_the_mean_of_all_ranks_whatever_comes_between_backwards(
     rank: int, world_size: int, wrap: dict[str, Any]
 ) -> None:
