@@ -138,6 +138,20 @@ MUTANTS = [
         "tests/features/test_tensor_parallel.py::test_a_divided_weight_used_elsewhere_is_refused",
     ),
     Mutant(
+        "ranks with other parts do not hear of a failure",
+        "Communicator.__init__",
+        "self._whole is not None and self.watch is not None",
+        "False",
+        "tests/features/test_tensor_parallel.py::test_a_save_that_fails_in_one_part_fails_in_all_and_the_next_one_is_made",
+    ),
+    Mutant(
+        "rows of a sharded state dict are cut as if ranks had equally many",
+        "RowShards.rows",
+        "-(-len(whole) // self._world_size)",
+        "len(whole) // self._world_size",
+        "tests/features/test_sharded_state_dicts.py::test_a_training_goes_on_from_the_dtensors_that_torchs_checkpoint_saved",
+    ),
+    Mutant(
         "sequence ranks replicate",
         "_by_name",
         "(*SHARD, *SEQUENCE)",
