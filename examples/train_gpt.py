@@ -499,7 +499,8 @@ def demo(settings: Settings, num_ranks: int) -> None:
     console.print(
         f"demo: {num_parameters:,} parameters have {format_bytes(STATE_BYTES_PER_PARAMETER * num_parameters)} of "
         f"training state, {format_bytes(state_bytes)} a rank on {num_ranks} ranks. Trained twice: with "
-        f"{format_bytes(budget_bytes)} of device memory for it ({budget_bytes / state_bytes:.0%}), and without a limit"
+        f"{format_bytes(budget_bytes)} of device memory for it ({budget_bytes / state_bytes:.0%}), and without a "
+        "limit: some minutes on a CPU"
     )
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="train-gpt-cache-") as cache:
@@ -511,6 +512,10 @@ def demo(settings: Settings, num_ranks: int) -> None:
             show_result(runs[name][0])
     console.rule("[bold]both", align="left")
     console.print(comparison(runs, state_bytes))
+    console.print(
+        "A rank's state is its share of weights, gradients, masters and moments. Without a limit its device holds all "
+        "of that and, in slots, the weights of the other ranks that it has gathered: hence more than 100%."
+    )
     wrong = broken_promises(runs["with the budget"], runs["without"], budget_bytes)
     for promise in wrong:
         console.print(f"demo failed: {promise}", markup=False, style="red")

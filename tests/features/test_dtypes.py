@@ -14,7 +14,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"reuse_fp16_shard": True, "accumulate_dtype": torch.float32}, ValueError, "leave one of the two out"),
     ({"reduce_dtype": torch.int32}, ValueError, "reduce_dtype must be None or one of"),
     ({"reduce_dtype": torch.float64}, ValueError, "reduce_dtype must be None or one of"),
-    ({"accumulate_dtype": "fp32"}, ValueError, "accumulate_dtype must be None or one of"),
+    ({"accumulate_dtype": "int8"}, ValueError, "accumulate_dtype must be None or one of"),
     ({"dtype": {nn.LayerNorm: torch.float32}}, ValueError, "no module is chosen by <class"),
     ({"dtype": {"layers.9": torch.float32}}, ValueError, "no module is chosen by 'layers.9'"),
     ({"dtype": {"*": torch.int8}}, ValueError, r"dtype of '\*' must be None or one of"),
