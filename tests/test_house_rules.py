@@ -301,6 +301,12 @@ def test_nothing_names_a_machine_or_is_left_open() -> None:
     assert not found, "\n".join(found)
 
 
+def test_no_file_has_two_versions_of_a_merge() -> None:
+    marks = ("<" * 7 + " ", ">" * 7 + " ")
+    lines = ((path, line) for path in written_files() for line in path.read_text(errors="replace").splitlines())
+    assert not {f"{path.relative_to(ROOT)}: {line}" for path, line in lines if line.startswith(marks)}
+
+
 def test_nothing_that_tools_make_is_committed() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")
