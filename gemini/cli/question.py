@@ -13,7 +13,7 @@ import typer
 from torch import nn
 
 from gemini.errors import BudgetError
-from gemini.model.estimate import packed_of
+from gemini.model.estimate import packed_of, states_per_element
 from gemini.monitor.live import MemoryMonitor
 from gemini.monitor.rates import disk_rates, rates_of
 from gemini.monitor.readings import HOST_RESERVE
@@ -171,6 +171,9 @@ def _rates(wanted: str | None, published: Machine | None, is_here: bool) -> Rate
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{wanted}: {error}", param_hint="--rates") from None
 
+
+SMALL_MOMENTS = "8bit"
+"""The name of an optimizer, for `--optimizer` and as `state_dtype` of a `HybridAdam`."""
 
 # -- What `gemini plan` is asked: a model on a cluster, with settings and a batch. An answer tries others by `replace`.
 
@@ -337,6 +340,10 @@ class Question:
     def with_checkpointing(self) -> Question:
         """The same question with activation checkpointing."""
         return replace(self, batch=replace(self.batch, is_checkpointed=True))
+
+    def with_small_moments(self) -> Question:
+        """The same question with Adam's moments of 8 bits."""
+        return replace(self, optim_states=states_per_element(self.module, SMALL_MOMENTS))
 
     def with_disk(self) -> Question:
         """The same question with a local disk that has room for everything."""

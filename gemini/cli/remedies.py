@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gemini.cli.amounts import as_option, in_words
-from gemini.cli.question import Question, bytes_of
+from gemini.cli.question import SMALL_MOMENTS, Question, bytes_of
 from gemini.errors import BudgetError
 from gemini.placement.budget import RESERVE
-from gemini.placement.demand import ModelSpec, OperatorSpec, parse_bytes
+from gemini.placement.demand import OPTIM_STATES, ModelSpec, OperatorSpec, parse_bytes
 from gemini.placement.plan import Plan
 
 _MOST_RANKS = 2**16
@@ -27,8 +27,20 @@ Options = tuple[tuple[str, str | None], ...]
 
 _CHECKPOINTING, _BATCH, _LENGTH = "--activation-checkpointing", "--batch", "--sequence-length"
 _HOST, _DISK, _DEVICE, _RANKS, _POLICY = "--host-memory", "--disk-memory", "--device-memory", "--ranks", "--policy"
-# What a user gives up for it: nothing, a third of the compute, a larger micro-batch, money. Sums order combinations.
-_PRICE = {_POLICY: 0, _CHECKPOINTING: 1, _BATCH: 2, _LENGTH: 3, _HOST: 4, _DISK: 5, _RANKS: 20, _DEVICE: 30}
+_OPTIMIZER = "--optimizer"
+# What a user gives up for it: nothing, a third of the compute, a larger micro-batch, exact moments, money. Sums order
+# combinations.
+_PRICE = {
+    _POLICY: 0,
+    _CHECKPOINTING: 1,
+    _BATCH: 2,
+    _LENGTH: 3,
+    _OPTIMIZER: 4,
+    _HOST: 5,
+    _DISK: 6,
+    _RANKS: 20,
+    _DEVICE: 30,
+}
 
 
 @dataclass(frozen=True)
@@ -216,6 +228,16 @@ def _with_room_on_host(change: _Change, error: BudgetError) -> Iterator[Remedy]:
         yield change.to(question, option, as_option(needed), f"of the {error.tier} {more}").done()
     if error.tier != "host" or question.settings.disk_path is not None:
         return
+    if question.optim_states == OPTIM_STATES:  # Adam's, which have a smaller form
+        small = question.with_small_moments()
+        words = f"moments of 8 bits in place of 32, an approximation: HybridAdam(..., state_dtype={SMALL_MOMENTS!r})"
+        changed = change.to(small, _OPTIMIZER, SMALL_MOMENTS, words)
+        refused = small.refusal()
+        if refused is None:
+            yield changed.done()
+        elif refused.tier == "host" and refused.needed_bytes is not None and not question.cluster.is_emulated:
+            more = f"of the host {in_words(refused.needed_bytes)} for each rank"
+            yield changed.to(small, _HOST, as_option(refused.needed_bytes), more).done()
     try:
         plan = question.with_disk().plan(is_try=True)
     except BudgetError:

@@ -183,6 +183,25 @@ def test_the_bound_of_activations_has_the_gradient_that_autograd_holds() -> None
 # -- A disk: the plan with one, and the advice to take one.
 
 
+@pytest.mark.parametrize(("host_memory", "is_enough"), [("300KB", True), ("110KB", False)])
+def test_small_moments_are_advised_where_the_host_is_short_and_what_is_advised_is_enough(
+    host_memory: str, is_enough: bool
+) -> None:
+    """Before more host memory, where they are enough; beside less of it than exact moments take, where not."""
+    options = (BLOCKS, "--ranks", "1", "--device-memory", "260KB", "--host-memory")
+    advised = refused(*options, host_memory)[0]["would_change"]
+    (exact,) = (each for each in advised if each.startswith("--host-memory"))
+    (small,) = (each for each in advised if each.startswith("--optimizer 8bit"))
+    assert (advised.index(small) < advised.index(exact)) == is_enough
+    room, most = (re.search(r"--host-memory ([\d.]+KB)", each) for each in (small, exact))
+    assert most is not None and (room is None) == is_enough
+    host = host_memory if room is None else room[1]
+    found = asked(*options, host, "--optimizer", "8bit")
+    assert sum(found["host"].values()) <= (parse_bytes(host, "") or 0) < (parse_bytes(most[1], "") or 0)
+    # Who keeps no moments, or has chosen small ones, is told of none.
+    assert not any("8bit" in each for each in refused(*options, "20KB", "--optimizer", "sgd")[0]["would_change"])
+
+
 def test_a_disk_is_advised_where_the_host_is_short_and_what_is_advised_is_enough(tmp_path: Path) -> None:
     options = (BLOCKS, "--ranks", "1", "--device-memory", "260KB", "--host-memory", "300KB")
     said = run(*options)[1]
