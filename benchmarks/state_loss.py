@@ -20,10 +20,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.launch import ROOT
-from optim import HybridAdam
+from optim import HybridAdam, clip_grad_norm_
 
 FORMATS: dict[str, Any] = {"fp32": None, "8bit": "8bit", "bf16": torch.bfloat16}
 BATCH, CONTEXT, VOCABULARY = 8, 64, 128
+RATE = 1.5e-3
 WANTED = 0.005  # of the fp32 loss
 
 
@@ -63,13 +64,20 @@ def batches(seed: int, steps: int) -> Iterator[Tensor]:
 def loss_after(state_dtype: Any, seed: int, steps: int) -> float:
     """The mean loss of the last tenth of the steps."""
     model = model_of(seed)
-    optimizer = HybridAdam(model.parameters(), lr=3e-3, weight_decay=0.01, state_dtype=state_dtype)
+    # The recipe of the demo, `examples/train_gpt.py`: rates that rise, and fall to a tenth, and clipped gradients.
+    optimizer = HybridAdam(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, state_dtype=state_dtype)
+    schedules = torch.optim.lr_scheduler
+    rises = schedules.LinearLR(optimizer, 0.1, total_iters=steps // 10)
+    falls = schedules.CosineAnnealingLR(optimizer, steps - steps // 10, eta_min=RATE / 10)
+    schedule = schedules.SequentialLR(optimizer, [rises, falls], [steps // 10])
     losses = []
     for tokens in batches(seed, steps):
         loss = model(input_ids=tokens, labels=tokens).loss
         optimizer.zero_grad()
         loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         losses.append(loss.item())
     last = losses[-max(1, steps // 10) :]
     return sum(last) / len(last)
