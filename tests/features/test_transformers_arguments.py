@@ -370,6 +370,7 @@ PRIVATE = {
     "_load_optimizer_and_scheduler": "(self, checkpoint)",
     "_move_model_to_device": "(self, model, device)",
     "_save": "(self, output_dir, state_dict)",
+    "_save_checkpoint": "(self, model, trial)",
     "_save_optimizer_and_scheduler": "(self, output_dir)",
     "_wrap_model": "(self, model, training, dataloader)",
 }
@@ -379,6 +380,7 @@ PUBLIC = (
     "create_accelerator_and_postprocess",
     "create_optimizer",
     "create_scheduler",
+    "evaluation_loop",
     "end",
     "train",
 )
