@@ -158,7 +158,8 @@ def test_parts_of_tensors_and_rows_move_to_other_ranks(rank: int, world_size: in
         assert state_hash(model, optimizer) == before
     sizes = gathered(sum(value.to_local().numel() for value in weights.values()))
     total = sum(value.numel() for value in weights.values())
-    assert max(sizes) < total / shape[0] and sum(sizes) < 1.3 * shape[1] * total
+    # 30 rows do not divide evenly, and norms are copies on the parts.
+    assert max(sizes) < 1.1 * total / world_size
     folder = gathered(tempfile.mkdtemp())[0]
     dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
     for is_divided in (False, True):
