@@ -145,6 +145,8 @@ class FeatureWalk(Walk):
         return model  # of which each of the optimizers takes its part
 
     def finish(self, model: Any, optimizer: Any) -> Any:
+        if self.name in ("8bit", "bf16"):
+            self.has_average = False
         if isinstance(model, ShardedModel):
             its = optimizer if len(optimizer) > 1 else optimizer[0]
             return ShardedOptimizer(model, its, ema=DECAY if self.has_average else None)

@@ -187,7 +187,7 @@ def another_optimizer(walk: Walk) -> None:
     zero_both(walk)
     walk.optimizer.close()
     walk.name = walk.chance.choice(list(walk.optimizers))
-    walk.has_average = walk.chance.random() < 0.5
+    walk.has_average = walk.chance.random() < 0.5 and walk.name not in ("8bit", "bf16")
     walk.saved, walk.has_extra, walk.has_forgotten = None, False, False
     made = [walk.optimizers[walk.name](walk._groups(model)) for model in (walk.model, walk.plain)]
     walk.optimizer, walk.its = walk.finish(walk.model, made[0]), walk.finish(walk.plain, made[1])
