@@ -29,8 +29,8 @@ class Ema:
     of a gradient that is not finite averages nothing.
 
     Moments that are reset, and a parameter that moves to another optimizer, leave its average as it is.
-    `discard_state()` gives it up with the rest: the average of a frozen parameter is its weights from then on. So is that
-    of one frozen from the start, in whose chunk nothing has been trained, also after an edit by hand.
+    `discard_state()` gives it up with the rest: the average of a frozen parameter is its weights from then on. So is
+    that of one frozen from the start, in whose chunk nothing has been trained, also after an edit by hand.
 
     Args:
         decay: the share of the old average, from 0 to 1.
